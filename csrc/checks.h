@@ -1,0 +1,107 @@
+// Last line of defence for callers of torch.ops.fastmod: the friendly messages live in fastmod/ops/.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace fastmod {
+
+inline int64_t leading_size(const at::Tensor& tensor, int64_t trailing_dims) {
+  int64_t size = 1;
+  for (int64_t i = 0; i < tensor.dim() - trailing_dims; ++i) size *= tensor.size(i);
+  return size;
+}
+
+inline void check_like(const at::Tensor& first, const at::Tensor& other, const char* name) {
+  TORCH_CHECK(other.device() == first.device(), name, ": expected device ", first.device(), ", got ", other.device());
+  TORCH_CHECK_TYPE(other.scalar_type() == first.scalar_type(), name, ": expected ", first.scalar_type(), ", got ",
+                   other.scalar_type());
+}
+
+inline void check_float(const at::Tensor& tensor, const char* name) {
+  const auto type = tensor.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf, name,
+                   ": expected float32, float64, bfloat16 or float16, got ", type);
+}
+
+inline void check_routing(const std::optional<at::Tensor>& tau, double tau_value,
+                          const std::optional<at::Tensor>& seed, int64_t mode) {
+  TORCH_CHECK_VALUE(mode >= 0 && mode <= 2, "mode: expected 0 (softmax), 1 (gumbel) or 2 (argmax), got ", mode);
+  TORCH_CHECK_VALUE(tau_value > 0, "tau: expected a number > 0, got ", tau_value);
+  TORCH_CHECK_TYPE(!tau || (tau->dim() == 0 && tau->is_floating_point()), "tau: expected a floating-point 0-d tensor");
+  TORCH_CHECK_VALUE(mode != 1 || seed, "seed: expected an int64 0-d tensor in mode gumbel, got none");
+  TORCH_CHECK_TYPE(!seed || (seed->dim() == 0 && seed->scalar_type() == at::kLong),
+                   "seed: expected an int64 0-d tensor");
+}
+
+inline void check_multiplex(const at::Tensor& blocks, const at::Tensor& logits) {
+  check_float(blocks, "blocks");
+  check_like(blocks, logits, "logits");
+  TORCH_CHECK_VALUE(blocks.dim() >= 2 && logits.dim() == blocks.dim() && blocks.size(-2) > 0 &&
+                        blocks.sizes().slice(0, blocks.dim() - 1) == logits.sizes().slice(0, logits.dim() - 1),
+                    "expected blocks [..., M, D] and logits [..., M, N], got ", blocks.sizes(), " and ",
+                    logits.sizes());
+}
+
+inline void check_gated_residual(const at::Tensor& x, const at::Tensor& fresh, const at::Tensor& gate) {
+  check_float(x, "x");
+  check_like(x, fresh, "new");
+  check_like(x, gate, "gate");
+  TORCH_CHECK_VALUE(x.dim() >= 2 && x.sizes() == fresh.sizes() && gate.sizes() == x.sizes().slice(0, x.dim() - 1),
+                    "expected x and new [..., N, D] and gate [..., N], got ", x.sizes(), ", ", fresh.sizes(), " and ",
+                    gate.sizes());
+}
+
+inline void check_range_penalty(at::TensorList logits, double threshold) {
+  TORCH_CHECK_VALUE(!logits.empty(), "logits: expected at least one tensor, got none");
+  TORCH_CHECK_VALUE(threshold >= 0, "threshold: expected a number >= 0, got ", threshold);
+  for (const auto& value : logits) {
+    check_float(value, "logits");
+    check_like(logits[0], value, "logits");
+  }
+}
+
+// Sizes of one MFNNR, read off its tensors once and checked on the way.
+struct MfnnrSizes {
+  int64_t batch, in_blocks, out_blocks, block, rows;
+  bool context;
+  int64_t route_in() const { return in_blocks * block; }
+  int64_t routed() const { return out_blocks * block; }
+  int64_t update_in() const { return routed() + (context ? route_in() : 0); }
+};
+
+inline int64_t check_fnn(const at::Tensor& x, at::TensorList params, int64_t features, const char* name) {
+  TORCH_CHECK_VALUE(!params.empty() && params.size() % 2 == 0, name, ": expected [weight, bias, ...], got ",
+                    params.size(), " tensors");
+  for (size_t i = 0; i < params.size(); i += 2) {
+    const at::Tensor &weight = params[i], &bias = params[i + 1];
+    check_like(x, weight, name);
+    check_like(x, bias, name);
+    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == features && weight.size(0) > 0 && bias.dim() == 1 &&
+                          bias.size(0) == weight.size(0),
+                      name, "[", i, "]: expected a weight [out, ", features, "] and a bias [out], got ",
+                      weight.sizes(), " and ", bias.sizes());
+    features = weight.size(0);
+  }
+  return features;
+}
+
+inline MfnnrSizes check_mfnnr(const at::Tensor& x, at::TensorList route, at::TensorList update, bool context) {
+  check_float(x, "x");
+  TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-2) > 0 && x.size(-1) > 0, "x: expected [..., M, D], got ", x.sizes());
+  MfnnrSizes s{leading_size(x, 2), x.size(-2), 0, x.size(-1), 0, context};
+  const int64_t logits = check_fnn(x, route, s.route_in(), "route");
+  s.out_blocks = logits / s.in_blocks;
+  TORCH_CHECK_VALUE(s.out_blocks > 0 && logits == s.in_blocks * s.out_blocks, "route: expected a multiple of ",
+                    s.in_blocks, " outputs, got ", logits);
+  const int64_t outputs = check_fnn(x, update, s.update_in(), "update");
+  TORCH_CHECK_VALUE(outputs == s.routed() + s.out_blocks, "update: expected ", s.routed() + s.out_blocks,
+                    " outputs, got ", outputs);
+  s.rows = s.routed();
+  for (size_t i = 1; i < route.size(); i += 2) s.rows += route[i].size(0);
+  for (size_t i = 1; i < update.size(); i += 2) s.rows += update[i].size(0);
+  return s;
+}
+
+}  // namespace fastmod

@@ -1,0 +1,46 @@
+// Gated rewriting of rows [R, D], one gate logit per row. Included once per ISA by instantiate.h.
+
+constexpr int64_t kGateChunk = 256;
+
+// sigmoid(gate) and sigmoid(-gate) of up to kGateChunk rows; 1 - sigmoid would lose digits for open gates.
+template <typename T>
+void open_gates(const T* gate, int64_t count, T* open, T* shut) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    const Vec<T> value = load_first(gate + i, std::min<int64_t>(kLanes<T>, count - i));
+    store(open + i, sigmoid<T>(value));
+    store(shut + i, sigmoid<T>(-value));
+  }
+}
+
+template <typename T>
+void gated_residual_forward(const GatedResidualArgs<T>& args, int64_t begin, int64_t end) {
+  alignas(64) T open[kGateChunk], shut[kGateChunk];
+  for (int64_t first = begin; first < end; first += kGateChunk) {
+    const int64_t count = std::min(kGateChunk, end - first);
+    open_gates(args.gate + first, count, open, shut);
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t at = (first + r) * args.d;
+      for (int64_t i = 0; i < args.d; ++i) args.out[at + i] = open[r] * args.fresh[at + i] + shut[r] * args.x[at + i];
+    }
+  }
+}
+
+template <typename T>
+void gated_residual_backward(const GatedResidualArgs<T>& args, int64_t begin, int64_t end) {
+  alignas(64) T open[kGateChunk], shut[kGateChunk];
+  for (int64_t first = begin; first < end; first += kGateChunk) {
+    const int64_t count = std::min(kGateChunk, end - first);
+    open_gates(args.gate + first, count, open, shut);
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t at = (first + r) * args.d;
+      T sum = 0;
+      for (int64_t i = 0; i < args.d; ++i) {
+        const T grad = args.grad[at + i];
+        args.grad_x[at + i] = shut[r] * grad;
+        args.grad_fresh[at + i] = open[r] * grad;
+        sum += grad * (args.fresh[at + i] - args.x[at + i]);
+      }
+      args.grad_gate[first + r] = sum * open[r] * shut[r];
+    }
+  }
+}

@@ -1,0 +1,64 @@
+// What the torch-facing CPU code of every op shares: dtype choice, scratch, threads.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "checks.h"
+#include "cpu/kernels.h"
+#include "ops.h"
+
+namespace fastmod::cpu {
+
+inline at::ScalarType compute_type(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// The tensor as the kernels read it: contiguous, fp64 or fp32.
+inline at::Tensor readable(const at::Tensor& tensor) { return tensor.to(compute_type(tensor)).contiguous(); }
+
+inline at::Tensor empty_wide(at::IntArrayRef sizes, const at::Tensor& like) {
+  return at::empty(sizes, like.options().dtype(compute_type(like)));
+}
+
+// Calls `body` with a float or a double that stands for the compute type.
+template <typename Body>
+auto with_compute_type(const at::Tensor& tensor, Body&& body) {
+  return tensor.scalar_type() == at::kDouble ? body(double{}) : body(float{});
+}
+
+inline Routing read_routing(const OptionalTensor& tau, double tau_value, const OptionalTensor& seed, int64_t mode) {
+  check_routing(tau, tau_value, seed, mode);
+  const double value = tau ? tau->item<double>() : tau_value;
+  TORCH_CHECK_VALUE(value > 0, "tau: expected a number > 0, got ", value);
+  return {static_cast<Mode>(mode), value, mode == 1 ? seed->item<int64_t>() : 0};
+}
+
+// Two threads on little work run slower than one; below this many cycles a thread is not worth waking.
+constexpr double kCyclesPerThread = 40e3;
+
+// body(index, scratch) for every index, in parallel when the work is worth it. No result may depend on who runs what.
+template <typename T, typename Body>
+void for_each(int64_t count, double cycles_each, int64_t scratch_size, const at::Tensor& like, const Body& body) {
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const at::Tensor scratch = empty_wide({threads * scratch_size}, like);
+  T* memory = scratch.data_ptr<T>();
+  const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kCyclesPerThread / std::max(cycles_each, 1.0)));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    T* mine = memory + (threads == 1 ? 0 : at::get_thread_num()) * scratch_size;
+    for (int64_t i = begin; i < end; ++i) body(i, mine);
+  });
+}
+
+inline double sum_in_order(const std::vector<double>& parts) {
+  double total = 0;
+  for (double part : parts) total += part;
+  return total;
+}
+
+}  // namespace fastmod::cpu

@@ -1,0 +1,22 @@
+// The kernels of one instruction set. An isa_*.cpp file defines FASTMOD_ISA and FASTMOD_VECTOR_BYTES, includes the
+// standard headers, switches the target on, then includes this: standard inline functions stay baseline code.
+
+namespace fastmod::cpu {
+namespace FASTMOD_ISA {
+
+#include "vec.h"
+#include "gemm.h"
+#include "multiplex_kernel.h"
+#include "gated_residual_kernel.h"
+#include "range_penalty_kernel.h"
+#include "mfnnr_kernel.h"
+
+template <typename T>
+constexpr KernelTable<T> make_table() {
+  return {multiplex_scratch<T>,       multiplex_forward<T>,      multiplex_backward<T>, gated_residual_forward<T>,
+          gated_residual_backward<T>, range_penalty_forward<T>,  range_penalty_backward<T>, mfnnr_scratch<T>,
+          mfnnr_forward<T>,           mfnnr_backward<T>,         mfnnr_weight_grad<T>};
+}
+
+}  // namespace FASTMOD_ISA
+}  // namespace fastmod::cpu

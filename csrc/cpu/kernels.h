@@ -1,0 +1,125 @@
+// The CPU kernels as plain functions on raw pointers, once per instruction set; torch-free. isa.cpp picks at run time.
+//
+// All of them work on tiles of kTile batch elements in "batch-last" layout: a row is one feature, its kTile columns are
+// the batch elements. Every vector then holds one feature of many elements, so odd block sizes waste no lanes, a
+// softmax over blocks needs no shuffles, and nn.Linear weights are read as they are, without packing.
+#pragma once
+
+#include <cstdint>
+
+namespace fastmod::cpu {
+
+constexpr int64_t kTile = 64;
+
+inline int64_t tiles(int64_t batch) { return (batch + kTile - 1) / kTile; }
+
+// How the routing logits become weights. Modes as in fastmod/ops/multiplex.py.
+enum class Mode : int64_t { kSoftmax = 0, kGumbel = 1, kArgmax = 2 };
+
+struct Routing {
+  Mode mode;
+  double tau;
+  int64_t seed;
+};
+
+struct BlockSizes {
+  int64_t batch, m, n, d;
+};
+
+template <typename T>
+struct MultiplexArgs {
+  BlockSizes size;
+  Routing routing;
+  const T* blocks;  // [B, M, D]
+  const T* logits;  // [B, M, N]
+  const T* grad;    // [B, N, D], backward only
+  T* out;           // [B, N, D], forward only
+  T* grad_blocks;   // [B, M, D]
+  T* grad_logits;   // [B, M, N]
+  double* grad_tau; // [tiles]
+};
+
+template <typename T>
+struct GatedResidualArgs {
+  int64_t d;
+  const T *x, *fresh, *gate;  // [R, D], [R, D], [R]
+  const T* grad;              // [R, D], backward only
+  T* out;                     // [R, D], forward only
+  T *grad_x, *grad_fresh, *grad_gate;
+};
+
+// One fully connected layer: weight [out, in] and bias [out] as in nn.Linear.
+template <typename T>
+struct Linear {
+  const T *weight, *bias;
+  T *grad_weight, *grad_bias;  // backward only
+  int64_t in, out;
+  int64_t row;       // first row of its output among the tile's activations
+  int64_t grad_row;  // first row of the gradient of its output among the tile's gradients
+};
+
+template <typename T>
+struct MfnnrArgs {
+  BlockSizes size;
+  Routing routing;
+  bool context, need_x;
+  double threshold;         // < 0: no penalty
+  const Linear<T>*route, *update;
+  int64_t route_layers, update_layers;
+  int64_t routed_row, rows, grad_rows;
+  const T* x;               // [B, M, D]
+  T *out, *logits, *gate;   // [B, N, D], [B, M, N], [B, N]
+  T* saved;                 // [tiles, rows, kTile]; forward: null when nothing is kept
+  double* penalty;          // [tiles]
+  const T* grad_out;        // [B, N, D] or null
+  double grad_penalty;
+  T* grads;                 // [tiles, grad_rows, kTile]
+  T* grad_x;                // [B, M, D]
+  double* grad_tau;         // [tiles]
+};
+
+// A piece of one weight gradient: some columns, that is inputs, of one layer.
+struct WeightGradUnit {
+  bool update;
+  int64_t layer, column, columns;
+};
+
+template <typename T>
+struct KernelTable {
+  // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
+  int64_t (*multiplex_scratch)(const BlockSizes&);
+  void (*multiplex_forward)(const MultiplexArgs<T>&, int64_t tile, T* scratch);
+  void (*multiplex_backward)(const MultiplexArgs<T>&, int64_t tile, T* scratch);
+  void (*gated_residual_forward)(const GatedResidualArgs<T>&, int64_t begin, int64_t end);
+  void (*gated_residual_backward)(const GatedResidualArgs<T>&, int64_t begin, int64_t end);
+  double (*range_penalty_forward)(const T* logits, int64_t count, double threshold);
+  void (*range_penalty_backward)(const T* logits, int64_t count, double threshold, double scale, T* grad);
+  int64_t (*mfnnr_scratch)(const MfnnrArgs<T>&);
+  void (*mfnnr_forward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
+  void (*mfnnr_backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
+  void (*mfnnr_weight_grad)(const MfnnrArgs<T>&, const WeightGradUnit&, T* scratch);
+};
+
+struct Kernels {
+  const char* isa;
+  KernelTable<float> f32;
+  KernelTable<double> f64;
+};
+
+template <typename T>
+const KernelTable<T>& table(const Kernels& kernels) {
+  if constexpr (sizeof(T) == 4) return kernels.f32;
+  else return kernels.f64;
+}
+
+extern const Kernels kernels_baseline;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+const Kernels& kernels();           // those in force
+const char* best_isa();             // the best that this machine runs
+bool set_isa(const char* isa);      // for tests; false when unknown or not supported here
+
+}  // namespace fastmod::cpu

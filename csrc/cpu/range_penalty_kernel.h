@@ -1,0 +1,32 @@
+// Squared excess over a threshold. Included once per ISA by instantiate.h.
+
+template <typename T>
+FASTMOD_INLINE Vec<T> excess(Vec<T> value, T threshold) {  // t - clamp(t); a NaN stays, as in torch
+  const Vec<T> low = splat(-threshold), high = splat(threshold);
+  Vec<T> inside = value < low ? low : value;
+  inside = inside > high ? high : inside;
+  return value - inside;
+}
+
+// An infinite t would give inf - inf where t is clamped to itself; the threshold is finite, so it gives inf.
+template <typename T>
+double range_penalty_forward(const T* logits, int64_t count, double threshold) {
+  Vec<T> sum{};
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    const int64_t left = count - i;
+    const Vec<T> over =
+        excess<T>(left < kLanes<T> ? load_first(logits + i, left) : load(logits + i), T(threshold));
+    sum += over * over;
+  }
+  double total = 0;
+  for (int i = 0; i < kLanes<T>; ++i) total += double(sum[i]);
+  return total;
+}
+
+template <typename T>
+void range_penalty_backward(const T* logits, int64_t count, double threshold, double scale, T* grad) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    const int64_t left = std::min<int64_t>(kLanes<T>, count - i);
+    store_first(grad + i, excess<T>(load_first(logits + i, left), T(threshold)) * T(2 * scale), left);
+  }
+}

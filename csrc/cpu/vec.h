@@ -1,0 +1,165 @@
+// Vectors of one instruction set: loads, stores, exp, log, transposes. Included once per ISA by instantiate.h.
+
+template <typename T>
+struct Vector {
+  typedef T type __attribute__((vector_size(FASTMOD_VECTOR_BYTES)));
+  typedef T unaligned __attribute__((vector_size(FASTMOD_VECTOR_BYTES), aligned(alignof(T)), may_alias));
+  static constexpr int size = FASTMOD_VECTOR_BYTES / sizeof(T);
+};
+template <typename T>
+using Vec = typename Vector<T>::type;
+template <typename T>
+constexpr int kLanes = Vector<T>::size;
+
+typedef int32_t IntVec __attribute__((vector_size(FASTMOD_VECTOR_BYTES)));
+
+#define FASTMOD_INLINE inline __attribute__((always_inline))
+
+template <typename T>
+FASTMOD_INLINE Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename Vector<T>::unaligned*>(p);
+}
+template <typename T>
+FASTMOD_INLINE void store(T* p, Vec<T> v) {
+  *reinterpret_cast<typename Vector<T>::unaligned*>(p) = v;
+}
+template <typename T>
+FASTMOD_INLINE Vec<T> splat(T value) {
+  return value - Vec<T>{};
+}
+template <typename T>
+FASTMOD_INLINE Vec<T> load_first(const T* p, int64_t count) {
+  Vec<T> v{};
+  std::memcpy(&v, p, count * sizeof(T));
+  return v;
+}
+template <typename T>
+FASTMOD_INLINE void store_first(T* p, Vec<T> v, int64_t count) {
+  std::memcpy(p, &v, count * sizeof(T));
+}
+
+template <typename T>
+FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {  // b where it is larger, a NaN in a stays
+  return b > a ? b : a;
+}
+
+// exp: argument reduction and polynomial of Cephes' expf, about 1 ulp; overflow to inf, gradual underflow, NaN kept.
+FASTMOD_INLINE Vec<float> vexp(Vec<float> x) {
+  const Vec<float> low = splat(-105.0f), high = splat(89.0f);
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const Vec<float> shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec<float> n = (x * 1.44269504088896341f + shifter) - shifter;
+  Vec<float> r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec<float> p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const IntVec whole = __builtin_convertvector(n, IntVec), half = whole >> 1;
+  // Two factors, so that neither leaves the range of normal numbers.
+  return p * (Vec<float>)((half + 127) << 23) * (Vec<float>)((whole - half + 127) << 23);
+}
+
+// log of positive normal numbers: Cephes' logf.
+FASTMOD_INLINE Vec<float> vlog(Vec<float> x) {
+  const IntVec bits = (IntVec)x;
+  IntVec exponent = ((bits >> 23) & 0xff) - 126;
+  Vec<float> m = (Vec<float>)((bits & 0x007fffff) | 0x3f000000);  // [0.5, 1)
+  const IntVec small = m < splat(0.707106781186547524f);
+  exponent = exponent + small;  // true is -1
+  m = (small ? m + m : m) - 1.0f;
+  const Vec<float> e = __builtin_convertvector(exponent, Vec<float>);
+  const Vec<float> z = m * m;
+  Vec<float> y = splat(7.0376836292e-2f);
+  y = y * m - 1.1514610310e-1f;
+  y = y * m + 1.1676998740e-1f;
+  y = y * m - 1.2420140846e-1f;
+  y = y * m + 1.4249322787e-1f;
+  y = y * m - 1.6668057665e-1f;
+  y = y * m + 2.0000714765e-1f;
+  y = y * m - 2.4999993993e-1f;
+  y = y * m + 3.3333331174e-1f;
+  y = y * m * z;
+  y = y + e * -2.12194440e-4f;
+  y = y - 0.5f * z;
+  return m + y + e * 0.693359375f;
+}
+
+// fp64 serves gradient checks and exactness, not speed: libm, lane by lane.
+FASTMOD_INLINE Vec<double> vexp(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+FASTMOD_INLINE Vec<double> vlog(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::log(x[i]);
+  return x;
+}
+
+template <typename T>
+FASTMOD_INLINE Vec<T> sigmoid(Vec<T> x) {
+  return T(1) / (T(1) + vexp(-x));
+}
+
+// ---- transposes between [batch, feature] in memory and batch-last tiles
+
+// log2(lanes) perfect shuffles of rows i and i + lanes/2 transpose a square block.
+template <typename V, int lanes, size_t... i>
+FASTMOD_INLINE V interleave_low(V a, V b, std::index_sequence<i...>) {
+  return __builtin_shufflevector(a, b, (i % 2 ? int(lanes + i / 2) : int(i / 2))...);
+}
+template <typename V, int lanes, size_t... i>
+FASTMOD_INLINE V interleave_high(V a, V b, std::index_sequence<i...>) {
+  return __builtin_shufflevector(a, b, (i % 2 ? int(lanes + lanes / 2 + i / 2) : int(lanes / 2 + i / 2))...);
+}
+
+template <typename T>
+FASTMOD_INLINE void transpose_square(const T* source, int64_t source_stride, T* target, int64_t target_stride) {
+  constexpr int lanes = kLanes<T>;
+  constexpr auto sequence = std::make_index_sequence<lanes>{};
+  Vec<T> a[lanes], b[lanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes; ++i) a[i] = load(source + i * source_stride);
+#pragma GCC unroll 4
+  for (int step = lanes; step > 1; step /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < lanes / 2; ++i) {
+      b[2 * i] = interleave_low<Vec<T>, lanes>(a[i], a[i + lanes / 2], sequence);
+      b[2 * i + 1] = interleave_high<Vec<T>, lanes>(a[i], a[i + lanes / 2], sequence);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i) a[i] = b[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes; ++i) store(target + i * target_stride, a[i]);
+}
+
+// target[c][r] = source[r][c] for r < rows, c < columns
+template <typename T>
+void transpose(const T* source, int64_t source_stride, int64_t rows, int64_t columns, T* target,
+               int64_t target_stride) {
+  constexpr int lanes = kLanes<T>;
+  const int64_t whole_rows = rows / lanes * lanes, whole_columns = columns / lanes * lanes;
+  for (int64_t r = 0; r < whole_rows; r += lanes)
+    for (int64_t c = 0; c < whole_columns; c += lanes)
+      transpose_square(source + r * source_stride + c, source_stride, target + c * target_stride + r, target_stride);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c)
+      target[c * target_stride + r] = source[r * source_stride + c];
+}
+
+// Rows [count, features] of a batch into a tile [features, kTile]; columns past `count` are zero.
+template <typename T>
+void into_tile(const T* source, int64_t count, int64_t features, T* tile) {
+  if (count < kTile)
+    for (int64_t f = 0; f < features; ++f) std::fill(tile + f * kTile + count, tile + (f + 1) * kTile, T(0));
+  transpose(source, features, count, features, tile, kTile);
+}
+
+template <typename T>
+void from_tile(const T* tile, int64_t count, int64_t features, T* target) {
+  transpose(tile, kTile, features, count, target, features);
+}

@@ -1,0 +1,95 @@
+// What every kernel file shares: dtypes, noise, block sums. Free of torch headers: a file compiles in seconds, and the
+// same source is compiled by g++ for the host harness in tests/cuda_host (FASTMOD_CUDA_HOST).
+#pragma once
+
+#include "launch.h"
+
+#if !defined(FASTMOD_CUDA_HOST)
+// A launch as an expression of type cudaError_t; the harness supplies its own two macros.
+#define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \
+  (kernel<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__), cudaGetLastError())
+#define FASTMOD_SHARED(type, name, size) __shared__ type name[size]
+#endif
+
+#include "../philox.h"
+
+namespace fastmod::cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+// Two blocks per multiprocessor are all that the larger kernels ask for (second argument of __launch_bounds__): left to
+// itself ptxas aims at more and spills registers for them.
+
+__device__ inline float widen(float value) { return value; }
+__device__ inline double widen(double value) { return value; }
+__device__ inline float widen(__half value) { return __half2float(value); }
+__device__ inline float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+// Rounds to nearest even where T is narrower than the compute dtype.
+__device__ inline void narrow(float value, float* out) { *out = value; }
+__device__ inline void narrow(double value, double* out) { *out = value; }
+__device__ inline void narrow(float value, __half* out) { *out = __float2half_rn(value); }
+__device__ inline void narrow(float value, __nv_bfloat16* out) { *out = __float2bfloat16_rn(value); }
+
+__device__ inline float exponential(float value) { return expf(value); }
+__device__ inline double exponential(double value) { return exp(value); }
+__device__ inline float logarithm(float value) { return logf(value); }
+__device__ inline double logarithm(double value) { return log(value); }
+
+template <typename C>
+__device__ inline C sigmoid(C value) {
+  return C(1) / (C(1) + exponential(-value));
+}
+
+// t - clamp(t, -threshold, threshold); a NaN stays a NaN.
+template <typename C>
+__device__ inline C excess(C t, C threshold) {
+  return t > threshold ? t - threshold : t < -threshold ? t + threshold : t - t;
+}
+
+// a / b for a, b >= 0: the 64-bit division costs several times the 32-bit one, and offsets are nearly always small.
+__device__ inline int64_t quotient(int64_t a, int64_t b) {
+  return ((a | b) >> 32) == 0 ? static_cast<int64_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b)) : a / b;
+}
+
+// u of element `index`; contract in fastmod/noise.py.
+template <typename C>
+__device__ inline C uniform_at(int64_t seed, int64_t index, uint32_t stream) {
+  const PhiloxWords words = philox_group(seed, static_cast<uint64_t>(index) / 4, stream);
+  const int which = static_cast<int>(index & 3);
+  // Selected by comparisons: an indexed local array would live in memory.
+  const uint32_t low = which & 1 ? words.word[1] : words.word[0];
+  const uint32_t high = which & 1 ? words.word[3] : words.word[2];
+  return uniform_from_word<C>(which & 2 ? high : low);
+}
+
+template <typename C>
+__device__ inline C gumbel_at(int64_t seed, int64_t index) {
+  return -logarithm(-logarithm(uniform_at<C>(seed, index, kStreamMultiplex)));
+}
+
+// Sum over the block in a fixed order, valid in thread 0. At most once per kernel: no barrier guards `warp_sums` for a
+// second call. blockDim.x is a multiple of the warp.
+template <typename C>
+__device__ inline C block_sum(C value) {
+  FASTMOD_SHARED(C, warp_sums, kWarp);
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_down_sync(kAllLanes, value, offset);
+  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  C total = 0;
+  if (threadIdx.x == 0) {
+    for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) total += warp_sums[warp];
+  }
+  return total;
+}
+
+// 64 bits before the first multiply.
+__device__ inline int64_t global_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+// Blocks for `count` items, all on grid.x. Beyond its limit the launch itself fails, with an error and no garbage.
+inline dim3 blocks_for(int64_t count, int64_t per_block) {
+  const int64_t blocks = (count + per_block - 1) / per_block;
+  return dim3(static_cast<unsigned>(blocks < 0xffffffffll ? blocks : 0xffffffffll));
+}
+
+}  // namespace fastmod::cuda

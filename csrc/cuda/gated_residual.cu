@@ -1,0 +1,82 @@
+// gated_residual: sigmoid(gate) * new + (1 - sigmoid(gate)) * x, one gate per block of D.
+#include "common.cuh"
+
+namespace fastmod::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    forward_kernel(const T* x, const T* fresh, const T* gate, T* out, GateShape shape) {
+  using C = Compute<T>;
+  const int64_t e = global_thread();  // of x and out [batch, n, d]
+  if (e >= shape.batch * shape.n * shape.d) return;
+  const int64_t row = quotient(e, shape.d), b = quotient(row, shape.n), n = row - b * shape.n;
+  const C open = sigmoid(widen(gate[b * shape.gate_stride + n]));
+  const C value = widen(fresh[b * shape.new_stride + e - b * shape.n * shape.d]);
+  narrow(open * value + (C(1) - open) * widen(x[e]), out + e);
+}
+
+// `lanes` threads (a power of two, at most a warp) share a row, so that a short row does not idle most of a warp.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(const T* grad, const T* x, const T* fresh, const T* gate, T* grad_x, T* grad_fresh, T* grad_gate,
+                    const Compute<T>* grad_penalty, Compute<T> threshold, GateShape shape, int lanes) {
+  using C = Compute<T>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
+  const int lane = threadIdx.x % lanes;
+  const bool active = row < shape.batch * shape.n;  // the others stay for the shuffles
+  const int64_t b = active ? quotient(row, shape.n) : 0, n = active ? row - b * shape.n : 0;
+  const int64_t at_gate = b * shape.gate_stride + n, at_new = b * shape.new_stride + n * shape.d;
+  const C logit = active ? widen(gate[at_gate]) : C(0);
+  const C open = sigmoid(logit);
+  C total = 0;
+  for (int64_t d = lane; active && d < shape.d; d += lanes) {
+    const int64_t e = row * shape.d + d;
+    const C g = grad ? widen(grad[e]) : C(0);
+    if (grad) total += g * (widen(fresh[at_new + d]) - widen(x[e]));
+    narrow(open * g, grad_fresh + at_new + d);
+    narrow((C(1) - open) * g, grad_x + e);
+  }
+  for (int offset = lanes / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(kAllLanes, total, offset);
+  if (active && lane == 0) {
+    C result = total * open * (C(1) - open);
+    if (grad_penalty) result += C(2) * *grad_penalty * excess(logit, threshold);
+    narrow(result, grad_gate + at_gate);
+  }
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t gated_residual_forward(const T* x, const T* fresh, const T* gate, T* out, GateShape shape,
+                                   cudaStream_t stream) {
+  const int64_t elements = shape.batch * shape.n * shape.d;
+  if (elements == 0) return cudaSuccess;
+  return FASTMOD_LAUNCH(forward_kernel<T>, blocks_for(elements, kThreads), kThreads, stream, x, fresh, gate, out,
+                        shape);
+}
+
+template <typename T>
+cudaError_t gated_residual_backward(const T* grad, const T* x, const T* fresh, const T* gate, T* grad_x, T* grad_fresh,
+                                    T* grad_gate, const Compute<T>* grad_penalty, Compute<T> threshold,
+                                    GateShape shape, cudaStream_t stream) {
+  const int64_t rows = shape.batch * shape.n;
+  if (rows == 0) return cudaSuccess;
+  int lanes = 1;
+  while (lanes < kWarp && lanes < shape.d) lanes *= 2;
+  return FASTMOD_LAUNCH(backward_kernel<T>, blocks_for(rows, kThreads / lanes), kThreads, stream, grad, x, fresh, gate,
+                        grad_x, grad_fresh, grad_gate, grad_penalty, threshold, shape, lanes);
+}
+
+#define FASTMOD_INSTANTIATE(T)                                                                                      \
+  template cudaError_t gated_residual_forward<T>(const T*, const T*, const T*, T*, GateShape, cudaStream_t);        \
+  template cudaError_t gated_residual_backward<T>(const T*, const T*, const T*, const T*, T*, T*, T*,               \
+                                                  const Compute<T>*, Compute<T>, GateShape, cudaStream_t);
+FASTMOD_INSTANTIATE(float)
+FASTMOD_INSTANTIATE(double)
+FASTMOD_INSTANTIATE(__half)
+FASTMOD_INSTANTIATE(__nv_bfloat16)
+
+}  // namespace fastmod::cuda

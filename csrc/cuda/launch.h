@@ -1,0 +1,137 @@
+// Launch functions of the CUDA kernels: raw pointers to contiguous device memory, no torch. Each returns the error of its
+// launch. Empty work returns cudaSuccess without a launch. Nothing is allocated and nothing synchronises.
+#pragma once
+
+#include <cstdint>
+
+#if defined(FASTMOD_CUDA_HOST)
+#include "cuda_host.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+#endif
+
+namespace fastmod::cuda {
+
+// The dtype a kernel computes in: fp64 for fp64, else fp32.
+template <typename T>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+template <typename T>
+using Compute = typename ComputeOf<T>::type;
+
+enum Mode : int { kSoftmax = 0, kGumbel = 1, kArgmax = 2 };
+
+// blocks [batch, m, d], logits [batch, m, n], output [batch, n, d]
+struct Shape {
+  int64_t batch, m, n, d;
+};
+
+// A pointer to device memory wins over the value beside it, so that neither tau nor seed needs a synchronisation.
+template <typename C>
+struct Routing {
+  int mode;
+  const C* tau;
+  C tau_value;
+  const int64_t* seed;
+  int64_t seed_value;
+};
+
+// ---- multiplex.cu: float, double, __half, __nv_bfloat16
+
+template <typename T>
+cudaError_t multiplex_forward(const T* blocks, const T* logits, T* out, Routing<Compute<T>> routing, Shape shape,
+                              cudaStream_t stream);
+
+// Number of tau_partials that multiplex_backward_logits writes.
+int64_t multiplex_tau_partials(Shape shape);
+
+// grad [batch, n, d] -> grad_logits [batch, m, n]. Optional (may be null): weights [batch, m, n], the weights of the
+// forward, for multiplex_backward_blocks; tau_partials, whose sum is the gradient of tau; grad_penalty (0-d), which
+// adds the gradient of the range penalty over the logits.
+template <typename T>
+cudaError_t multiplex_backward_logits(const T* grad, const T* blocks, const T* logits, T* grad_logits,
+                                      Compute<T>* weights, Compute<T>* tau_partials, Routing<Compute<T>> routing,
+                                      const Compute<T>* grad_penalty, Compute<T> threshold, Shape shape,
+                                      cudaStream_t stream);
+
+// grad_blocks [batch, m, d] = weights @ grad (+ base, if not null; base may be grad_blocks itself)
+template <typename T>
+cudaError_t multiplex_backward_blocks(const T* grad, const Compute<T>* weights, const T* base, T* grad_blocks,
+                                      Shape shape, cudaStream_t stream);
+
+// ---- gated_residual.cu: float, double, __half, __nv_bfloat16
+
+// x, new [batch, n, d], gate [batch, n]. new_stride and gate_stride: elements from one batch row to the next, so that
+// both may lie in one [batch, n*d + n] buffer, as an update FNN writes them.
+struct GateShape {
+  int64_t batch, n, d, new_stride, gate_stride;
+};
+
+template <typename T>
+cudaError_t gated_residual_forward(const T* x, const T* fresh, const T* gate, T* out, GateShape shape,
+                                   cudaStream_t stream);
+
+// grad may be null (zero). grad_fresh and grad_gate have the strides of new and gate. grad_penalty as above, over gate.
+template <typename T>
+cudaError_t gated_residual_backward(const T* grad, const T* x, const T* fresh, const T* gate, T* grad_x, T* grad_fresh,
+                                    T* grad_gate, const Compute<T>* grad_penalty, Compute<T> threshold,
+                                    GateShape shape, cudaStream_t stream);
+
+// ---- range_penalty.cu: float, double, __half, __nv_bfloat16
+
+// Number of partials of a tensor with `count` elements.
+int64_t range_penalty_partials(int64_t count);
+
+// The sums of several tensors go into one array of partials, which range_penalty_finish (float, double) adds up.
+template <typename T>
+cudaError_t range_penalty_forward(const T* logits, int64_t count, Compute<T> threshold, Compute<T>* partials,
+                                  cudaStream_t stream);
+template <typename C>
+cudaError_t range_penalty_finish(const C* partials, int64_t count, C* total, cudaStream_t stream);
+template <typename T>
+cudaError_t range_penalty_backward(const Compute<T>* grad, const T* logits, int64_t count, Compute<T> threshold,
+                                   T* grad_logits, cudaStream_t stream);
+
+// ---- mfnnr.cu: float, double
+
+constexpr int kMaxLinear = 8;      // linear layers per FNN in the fused kernels
+constexpr int64_t kMaxHidden = 128;
+constexpr int kTileRows = 16;      // batch rows per block
+constexpr double kLeakySlope = 0.01;
+
+// Linear layers with LeakyReLU between them. Layer i: weight [width[i], in], bias [width[i]].
+template <typename C>
+struct Fnn {
+  int linears;
+  const C* weight[kMaxLinear];
+  const C* bias[kMaxLinear];
+  int64_t width[kMaxLinear];
+  // [batch, width[i]], written if not null: after the activation for hidden layers; the last one is the output of the
+  // FNN and always given.
+  C* kept[kMaxLinear];
+};
+
+inline int64_t mfnnr_tiles(int64_t batch) { return (batch + kTileRows - 1) / kTileRows; }
+
+// The whole forward is these two launches. Each writes mfnnr_tiles(batch) penalty partials (threshold < 0: zeros).
+// x [batch, m*d] -> route.kept[last] (logits) [batch, m*n], a second copy of them (if not null), routed [batch, n*d]
+template <typename C>
+cudaError_t mfnnr_route(const C* x, Fnn<C> route, Routing<C> routing, C threshold, C* logits_copy, C* routed,
+                        C* penalty_partials, Shape shape, cudaStream_t stream);
+// [routed ; x] (x null: no context) -> update.kept[last] [batch, n*d + n], out [batch, n*d], gate [batch, n]
+template <typename C>
+cudaError_t mfnnr_update(const C* x, const C* routed, Fnn<C> update, C threshold, C* out, C* gate,
+                         C* penalty_partials, Shape shape, cudaStream_t stream);
+
+// grad *= derivative of LeakyReLU, told from its output `hidden`; in place, on a buffer the caller owns.
+template <typename C>
+cudaError_t leaky_backward(C* grad, const C* hidden, int64_t count, cudaStream_t stream);
+
+}  // namespace fastmod::cuda

@@ -1,0 +1,365 @@
+// Schemas, autograd and autocast of every op; kernels are registered per backend (cpu/, cuda/, Triton in Python).
+//
+// Each op has a public schema (differentiable) over two kernel schemas, `<op>_forward` and `<op>_backward`. A kernel
+// schema exists twice: the plain overload is served by the native kernels, the overload `.triton` by Triton. The choice
+// is an argument of the public op, so that the backward runs where the forward ran, also in a compiled graph.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "ops.h"
+
+namespace fastmod {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kKernelSchemas[] = {
+    "multiplex_forward(Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int mode) -> Tensor",
+    "multiplex_backward(Tensor grad, Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int "
+    "mode) -> (Tensor, Tensor, Tensor)",
+    "gated_residual_forward(Tensor x, Tensor new, Tensor gate) -> Tensor",
+    "gated_residual_backward(Tensor grad, Tensor x, Tensor new, Tensor gate) -> (Tensor, Tensor, Tensor)",
+    "range_penalty_forward(Tensor[] logits, float threshold) -> Tensor",
+    "range_penalty_backward(Tensor grad, Tensor[] logits, float threshold) -> Tensor[]",
+    "mfnnr_forward(Tensor x, Tensor[] route, Tensor[] update, Tensor? tau, float tau_value, Tensor? seed, int mode, "
+    "bool context, float threshold, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "mfnnr_backward(Tensor? grad_out, Tensor? grad_penalty, Tensor x, Tensor[] route, Tensor[] update, Tensor? tau, "
+    "float tau_value, Tensor? seed, int mode, bool context, float threshold, Tensor saved, bool need_x, bool "
+    "need_params) -> Tensor[]",
+};
+
+constexpr const char* kPublicSchemas[] = {
+    "multiplex(Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int mode, bool triton=False) "
+    "-> Tensor",
+    "gated_residual(Tensor x, Tensor new, Tensor gate, bool triton=False) -> Tensor",
+    "range_penalty(Tensor[] logits, float threshold, bool triton=False) -> Tensor",
+    "mfnnr(Tensor x, Tensor[] route, Tensor[] update, Tensor? tau, float tau_value, Tensor? seed, int mode, bool "
+    "context, float threshold, bool triton=False) -> (Tensor, Tensor, Tensor, Tensor)",
+};
+
+// A kernel schema's two overloads, looked up once.
+template <typename Signature>
+struct Kernel {
+  explicit Kernel(const char* name) : native(find(name, "")), triton(find(name, "triton")) {}
+  template <typename... Args>
+  auto operator()(bool use_triton, Args&&... args) const {
+    return (use_triton ? triton : native).call(std::forward<Args>(args)...);
+  }
+
+ private:
+  static c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload) {
+    const std::string qualified = std::string("fastmod::") + name;
+    return c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), overload).typed<Signature>();
+  }
+  c10::TypedOperatorHandle<Signature> native, triton;
+};
+
+bool any_requires_grad(std::initializer_list<TensorList> lists) {
+  if (!at::GradMode::is_enabled()) return false;
+  for (const auto& list : lists)
+    for (const auto& tensor : list)
+      if (tensor.defined() && tensor.requires_grad()) return true;
+  return false;
+}
+
+// save_for_backward keeps positions; an undefined tensor stands for an absent one.
+Tensor value_or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
+OptionalTensor defined_or_none(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
+}
+
+// ---------------------------------------------------------------- multiplex
+
+const auto& multiplex_forward_kernel() {
+  static const Kernel<decltype(multiplex_forward)> kernel("multiplex_forward");
+  return kernel;
+}
+
+struct Multiplex : torch::autograd::Function<Multiplex> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau,
+                        double tau_value, const OptionalTensor& seed, int64_t mode, bool triton) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({blocks, logits, value_or_undefined(tau), value_or_undefined(seed)});
+    ctx->saved_data["tau_value"] = tau_value;
+    ctx->saved_data["mode"] = mode;
+    ctx->saved_data["triton"] = triton;
+    return multiplex_forward_kernel()(triton, blocks, logits, tau, tau_value, seed, mode);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const Kernel<decltype(multiplex_backward)> kernel("multiplex_backward");
+    const auto saved = ctx->get_saved_variables();
+    auto [blocks, logits, tau] =
+        kernel(ctx->saved_data["triton"].toBool(), grads[0], saved[0], saved[1], defined_or_none(saved[2]),
+               ctx->saved_data["tau_value"].toDouble(), defined_or_none(saved[3]), ctx->saved_data["mode"].toInt());
+    if (saved[2].defined()) tau = tau.to(saved[2].scalar_type());
+    return {blocks, logits, saved[2].defined() ? tau : Tensor(), {}, {}, {}, {}};
+  }
+};
+
+Tensor multiplex_below(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
+                       const OptionalTensor& seed, int64_t mode, bool triton) {
+  return multiplex_forward_kernel()(triton, blocks, logits, tau, tau_value, seed, mode);
+}
+
+Tensor multiplex_autograd(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
+                          const OptionalTensor& seed, int64_t mode, bool triton) {
+  return Multiplex::apply(blocks, logits, tau, tau_value, seed, mode, triton);
+}
+
+// ----------------------------------------------------------- gated_residual
+
+const auto& gated_residual_forward_kernel() {
+  static const Kernel<decltype(gated_residual_forward)> kernel("gated_residual_forward");
+  return kernel;
+}
+
+struct GatedResidual : torch::autograd::Function<GatedResidual> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& fresh, const Tensor& gate, bool triton) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({x, fresh, gate});
+    ctx->saved_data["triton"] = triton;
+    return gated_residual_forward_kernel()(triton, x, fresh, gate);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const Kernel<decltype(gated_residual_backward)> kernel("gated_residual_backward");
+    const auto saved = ctx->get_saved_variables();
+    auto [x, fresh, gate] = kernel(ctx->saved_data["triton"].toBool(), grads[0], saved[0], saved[1], saved[2]);
+    return {x, fresh, gate, {}};
+  }
+};
+
+Tensor gated_residual_below(const Tensor& x, const Tensor& fresh, const Tensor& gate, bool triton) {
+  return gated_residual_forward_kernel()(triton, x, fresh, gate);
+}
+
+Tensor gated_residual_autograd(const Tensor& x, const Tensor& fresh, const Tensor& gate, bool triton) {
+  return GatedResidual::apply(x, fresh, gate, triton);
+}
+
+// ------------------------------------------------------------ range_penalty
+
+const auto& range_penalty_forward_kernel() {
+  static const Kernel<decltype(range_penalty_forward)> kernel("range_penalty_forward");
+  return kernel;
+}
+
+struct RangePenalty : torch::autograd::Function<RangePenalty> {
+  static Tensor forward(AutogradContext* ctx, TensorList logits, double threshold, bool triton) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward(logits.vec());
+    ctx->saved_data["threshold"] = threshold;
+    ctx->saved_data["triton"] = triton;
+    return range_penalty_forward_kernel()(triton, logits, threshold);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const Kernel<decltype(range_penalty_backward)> kernel("range_penalty_backward");
+    auto result = kernel(ctx->saved_data["triton"].toBool(), grads[0], ctx->get_saved_variables(),
+                         ctx->saved_data["threshold"].toDouble());
+    result.resize(result.size() + 2);  // threshold, triton
+    return result;
+  }
+};
+
+Tensor range_penalty_below(TensorList logits, double threshold, bool triton) {
+  return range_penalty_forward_kernel()(triton, logits, threshold);
+}
+
+Tensor range_penalty_autograd(TensorList logits, double threshold, bool triton) {
+  return RangePenalty::apply(logits, threshold, triton);
+}
+
+// -------------------------------------------------------------------- mfnnr
+
+const auto& mfnnr_forward_kernel() {
+  static const Kernel<decltype(mfnnr_forward)> kernel("mfnnr_forward");
+  return kernel;
+}
+
+using MfnnrResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+struct Mfnnr : torch::autograd::Function<Mfnnr> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, TensorList route, TensorList update,
+                               const OptionalTensor& tau, double tau_value, const OptionalTensor& seed, int64_t mode,
+                               bool context, double threshold, bool triton) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [out, penalty, logits, gate, activations] =
+        mfnnr_forward_kernel()(triton, x, route, update, tau, tau_value, seed, mode, context, threshold, true);
+    variable_list saved{x, value_or_undefined(tau), value_or_undefined(seed), activations};
+    saved.insert(saved.end(), route.begin(), route.end());
+    saved.insert(saved.end(), update.begin(), update.end());
+    ctx->save_for_backward(std::move(saved));
+    ctx->mark_non_differentiable({logits, gate});
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["route"] = static_cast<int64_t>(route.size());
+    ctx->saved_data["tau_value"] = tau_value;
+    ctx->saved_data["mode"] = mode;
+    ctx->saved_data["context"] = context;
+    ctx->saved_data["threshold"] = threshold;
+    ctx->saved_data["triton"] = triton;
+    return {out, penalty, logits, gate};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const Kernel<decltype(mfnnr_backward)> kernel("mfnnr_backward");
+    constexpr size_t kFixed = 4;  // x, tau, seed, activations
+    const auto saved = ctx->get_saved_variables();
+    const size_t params = saved.size() - kFixed, route = ctx->saved_data["route"].toInt();
+    bool need_params = false;
+    for (size_t i = 0; i < params; ++i) need_params |= ctx->needs_input_grad(1 + i);
+
+    const Tensor& tau = saved[1];
+    variable_list result(1 + params + 8);  // x, params, tau, then seven arguments that have no gradient
+    if (!grads[0].defined() && !grads[1].defined()) return result;
+    const TensorList all(saved);
+    auto found = kernel(ctx->saved_data["triton"].toBool(), defined_or_none(grads[0]), defined_or_none(grads[1]),
+                        saved[0], all.slice(kFixed, route), all.slice(kFixed + route), defined_or_none(tau),
+                        ctx->saved_data["tau_value"].toDouble(), defined_or_none(saved[2]),
+                        ctx->saved_data["mode"].toInt(), ctx->saved_data["context"].toBool(),
+                        ctx->saved_data["threshold"].toDouble(), saved[3], ctx->needs_input_grad(0), need_params);
+    if (ctx->needs_input_grad(0)) result[0] = found[0];
+    for (size_t i = 0; need_params && i < params; ++i) result[1 + i] = found[2 + i];
+    if (tau.defined()) result[1 + params] = found[1].to(tau.scalar_type());
+    return result;
+  }
+};
+
+MfnnrResult mfnnr_below(const Tensor& x, TensorList route, TensorList update, const OptionalTensor& tau,
+                        double tau_value, const OptionalTensor& seed, int64_t mode, bool context, double threshold,
+                        bool triton) {
+  auto [out, penalty, logits, gate, saved] =
+      mfnnr_forward_kernel()(triton, x, route, update, tau, tau_value, seed, mode, context, threshold, false);
+  return {out, penalty, logits, gate};
+}
+
+MfnnrResult mfnnr_autograd(const Tensor& x, TensorList route, TensorList update, const OptionalTensor& tau,
+                           double tau_value, const OptionalTensor& seed, int64_t mode, bool context, double threshold,
+                           bool triton) {
+  // Without a gradient to come the activations need not be kept.
+  if (!any_requires_grad({x, route, update, tau ? TensorList(*tau) : TensorList()})) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return mfnnr_below(x, route, update, tau, tau_value, seed, mode, context, threshold, triton);
+  }
+  auto r = Mfnnr::apply(x, route, update, tau, tau_value, seed, mode, context, threshold, triton);
+  return {r[0], r[1], r[2], r[3]};
+}
+
+// ----------------------------------------------------------------- autocast
+// Rule: blocks, logits, gates and weights are cast to the autocast dtype, as for a matmul; a penalty is a loss and
+// stays in fp32.
+
+template <c10::DeviceType device>
+Tensor lower(const Tensor& tensor) {
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
+}
+
+template <c10::DeviceType device>
+std::vector<Tensor> lower(TensorList tensors) {
+  std::vector<Tensor> result;
+  for (const auto& tensor : tensors) result.push_back(lower<device>(tensor));
+  return result;
+}
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> public_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+constexpr auto autocast_keys = c10::DispatchKeySet(
+    {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
+
+template <c10::DeviceType device>
+Tensor multiplex_autocast(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
+                          const OptionalTensor& seed, int64_t mode, bool triton) {
+  c10::impl::ExcludeDispatchKeyGuard guard(autocast_keys);
+  static const auto op = public_op<decltype(multiplex_autocast<device>)>("fastmod::multiplex");
+  return op.call(lower<device>(blocks), lower<device>(logits), tau, tau_value, seed, mode, triton);
+}
+
+template <c10::DeviceType device>
+Tensor gated_residual_autocast(const Tensor& x, const Tensor& fresh, const Tensor& gate, bool triton) {
+  c10::impl::ExcludeDispatchKeyGuard guard(autocast_keys);
+  static const auto op = public_op<decltype(gated_residual_autocast<device>)>("fastmod::gated_residual");
+  return op.call(lower<device>(x), lower<device>(fresh), lower<device>(gate), triton);
+}
+
+template <c10::DeviceType device>
+Tensor range_penalty_autocast(TensorList logits, double threshold, bool triton) {
+  c10::impl::ExcludeDispatchKeyGuard guard(autocast_keys);
+  static const auto op = public_op<decltype(range_penalty_autocast<device>)>("fastmod::range_penalty");
+  std::vector<Tensor> wide;
+  for (const auto& value : logits) wide.push_back(at::autocast::cached_cast(at::kFloat, value, device));
+  return op.call(wide, threshold, triton);
+}
+
+template <c10::DeviceType device>
+MfnnrResult mfnnr_autocast(const Tensor& x, TensorList route, TensorList update, const OptionalTensor& tau,
+                           double tau_value, const OptionalTensor& seed, int64_t mode, bool context, double threshold,
+                           bool triton) {
+  c10::impl::ExcludeDispatchKeyGuard guard(autocast_keys);
+  static const auto op = public_op<decltype(mfnnr_autocast<device>)>("fastmod::mfnnr");
+  return op.call(lower<device>(x), lower<device>(route), lower<device>(update), tau, tau_value, seed, mode, context,
+                 threshold, triton);
+}
+
+std::string with_overload(const char* schema, const char* overload) {
+  std::string text(schema);
+  return text.insert(text.find('('), std::string(".") + overload);
+}
+
+template <c10::DeviceType device>
+void register_autocast(torch::Library& m) {
+  m.impl("multiplex", multiplex_autocast<device>);
+  m.impl("gated_residual", gated_residual_autocast<device>);
+  m.impl("range_penalty", range_penalty_autocast<device>);
+  m.impl("mfnnr", mfnnr_autocast<device>);
+}
+
+void register_below(torch::Library& m) {
+  m.impl("multiplex", multiplex_below);
+  m.impl("gated_residual", gated_residual_below);
+  m.impl("range_penalty", range_penalty_below);
+  m.impl("mfnnr", mfnnr_below);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(fastmod, m) {
+  for (const char* schema : kPublicSchemas) m.def(schema);
+  for (const char* schema : kKernelSchemas) {
+    m.def(schema);
+    m.def(with_overload(schema, "triton").c_str());
+  }
+}
+
+TORCH_LIBRARY_IMPL(fastmod, Autograd, m) {
+  m.impl("multiplex", multiplex_autograd);
+  m.impl("gated_residual", gated_residual_autograd);
+  m.impl("range_penalty", range_penalty_autograd);
+  m.impl("mfnnr", mfnnr_autograd);
+  // The kernels' own derivative (a double backward) is not there: say so instead of returning a constant.
+  for (const char* schema : kKernelSchemas) {
+    const std::string name(schema, std::string(schema).find('('));
+    m.impl(name.c_str(), torch::autograd::autogradNotImplementedFallback());
+    m.impl((name + ".triton").c_str(), torch::autograd::autogradNotImplementedFallback());
+  }
+}
+
+TORCH_LIBRARY_IMPL(fastmod, CPU, m) { register_below(m); }
+TORCH_LIBRARY_IMPL(fastmod, CUDA, m) { register_below(m); }
+TORCH_LIBRARY_IMPL(fastmod, AutocastCPU, m) { register_autocast<c10::DeviceType::CPU>(m); }
+TORCH_LIBRARY_IMPL(fastmod, AutocastCUDA, m) { register_autocast<c10::DeviceType::CUDA>(m); }
+
+}  // namespace fastmod

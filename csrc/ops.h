@@ -1,0 +1,40 @@
+// Signatures of the kernel-level ops: ops.cpp holds their schemas, every backend implements them in its own namespace.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace fastmod {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+at::Tensor multiplex_forward(const at::Tensor& blocks, const at::Tensor& logits, const OptionalTensor& tau,
+                             double tau_value, const OptionalTensor& seed, int64_t mode);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> multiplex_backward(const at::Tensor& grad, const at::Tensor& blocks,
+                                                                  const at::Tensor& logits, const OptionalTensor& tau,
+                                                                  double tau_value, const OptionalTensor& seed,
+                                                                  int64_t mode);
+
+at::Tensor gated_residual_forward(const at::Tensor& x, const at::Tensor& fresh, const at::Tensor& gate);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_residual_backward(const at::Tensor& grad, const at::Tensor& x,
+                                                                       const at::Tensor& fresh,
+                                                                       const at::Tensor& gate);
+
+at::Tensor range_penalty_forward(at::TensorList logits, double threshold);
+std::vector<at::Tensor> range_penalty_backward(const at::Tensor& grad, at::TensorList logits, double threshold);
+
+// out, penalty, routing logits, gate logits, activations for the backward (empty unless `save`)
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> mfnnr_forward(
+    const at::Tensor& x, at::TensorList route, at::TensorList update, const OptionalTensor& tau, double tau_value,
+    const OptionalTensor& seed, int64_t mode, bool context, double threshold, bool save);
+// gradients of x and tau, then, if need_params, of every tensor of route and update
+std::vector<at::Tensor> mfnnr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty,
+                                       const at::Tensor& x, at::TensorList route, at::TensorList update,
+                                       const OptionalTensor& tau, double tau_value, const OptionalTensor& seed,
+                                       int64_t mode, bool context, double threshold, const at::Tensor& saved,
+                                       bool need_x, bool need_params);
+
+}  // namespace fastmod

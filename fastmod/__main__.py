@@ -1,0 +1,5 @@
+"""``python -m fastmod``."""
+
+from fastmod.cli import main
+
+main()

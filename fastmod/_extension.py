@@ -1,0 +1,84 @@
+"""Loads the compiled extension and registers what Python adds to it. Import never fails: see ``STATUS``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import warnings
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
+
+#: The pybind11 module, or None.
+MODULE: ModuleType | None = None
+#: Whether the ``fastmod::`` ops exist.
+LOADED = False
+#: One line for people: what was loaded, or why not.
+STATUS = ""
+
+
+def built_stamp() -> dict[str, str] | None:
+    """The stamp that the build left beside the package, readable without loading the extension."""
+    path = Path(__file__).with_name("_build.json")
+    try:
+        stamp = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return stamp if isinstance(stamp, dict) else None
+
+
+def _load() -> None:
+    global MODULE, LOADED, STATUS
+    stamp = built_stamp()
+    if stamp is None or importlib.util.find_spec("fastmod._C") is None:
+        STATUS = f"no compiled extension; build it with: {REBUILD}"
+    elif stamp.get("torch") != torch.__version__:
+        # Loading it would end in undefined symbols or worse.
+        STATUS = (
+            f"the extension was built for torch {stamp.get('torch')}, you have {torch.__version__}; "
+            f"rebuild it with: {REBUILD}"
+        )
+    else:
+        try:
+            MODULE = importlib.import_module("fastmod._C")
+        except ImportError as error:
+            STATUS = f"the extension does not load ({error}); rebuild it with: {REBUILD}"
+        else:
+            LOADED = True
+            STATUS = f"loaded, built for {stamp.get('devices')}"
+            return
+    warnings.warn(f"fastmod: {STATUS}. Plain PyTorch serves until then.", RuntimeWarning, stacklevel=3)
+
+
+def native_devices() -> tuple[str, ...]:
+    """Device types that have native kernels in this build."""
+    if MODULE is None:
+        return ()
+    return ("cpu", "cuda") if _has_cuda_kernels() else ("cpu",)
+
+
+@cache
+def _has_cuda_kernels() -> bool:
+    """Whether the CUDA part was built and holds code for the GPU at hand."""
+    assert MODULE is not None
+    return bool(MODULE.has_cuda())
+
+
+@cache
+def triton_ops() -> frozenset[str]:
+    """Ops with Triton kernels registered; empty without triton or without the extension that holds the schemas."""
+    if not LOADED:
+        return frozenset()
+    try:
+        kernels = importlib.import_module("fastmod.kernels")
+    except ImportError:
+        return frozenset()
+    return frozenset(kernels.register())
+
+
+_load()

@@ -1,0 +1,8 @@
+"""The layers: modules over ``fastmod.ops``, with parameters named and shaped as in ``nn.Linear``."""
+
+from fastmod.nn.fnnr import FNNR
+from fastmod.nn.mfnnr import MFNNR, Routing
+from fastmod.nn.multiplexer import Multiplexer
+from fastmod.nn.smfr import SMFR
+
+__all__ = ["FNNR", "MFNNR", "SMFR", "Multiplexer", "Routing"]

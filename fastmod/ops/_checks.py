@@ -1,0 +1,69 @@
+"""Argument checks shared by every op: each message names the argument, what it was and what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype the kernels compute in: fp64 for fp64, else fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def float_tensor(name: str, value: object, min_dim: int, form: str) -> None:
+    """``value`` is a floating-point tensor with at least ``min_dim`` dimensions; ``form`` shows the expected shape."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor {form}, got {type(value).__name__}")
+    if value.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {value.dtype}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
+    if value.dim() < min_dim:
+        raise ValueError(f"{name}: expected {form}, got shape {shape(value)}")
+
+
+def same_kind(first_name: str, first: Tensor, name: str, value: Tensor) -> None:
+    """Both tensors share device and dtype; under autocast the dtypes may differ, as autocast casts both."""
+    if value.device != first.device:
+        raise RuntimeError(f"{name}: expected the device of {first_name} ({first.device}), got {value.device}")
+    if value.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+        raise TypeError(f"{name}: expected the dtype of {first_name} ({first.dtype}), got {value.dtype}")
+
+
+def exact_shape(name: str, value: Tensor, expected: Sequence[int], form: str) -> None:
+    if tuple(value.shape) != tuple(expected):
+        raise ValueError(f"{name}: expected {form} = {list(expected)}, got shape {shape(value)}")
+
+
+def positive_tau(tau: float | Tensor, like: Tensor) -> tuple[Tensor | None, float]:
+    """Split ``tau`` into (tensor or None, float): a tensor is read by the kernels, a float is passed by value."""
+    if isinstance(tau, Tensor):
+        if tau.dim() != 0 or not tau.is_floating_point():
+            raise TypeError(f"tau: expected a float or a floating-point 0-d tensor, got {tau.dtype} of {shape(tau)}")
+        if tau.device != like.device:
+            raise RuntimeError(f"tau: expected the device of the blocks ({like.device}), got {tau.device}")
+        # Reading a value stops a trace and stalls a GPU: the CPU kernels check it themselves, a GPU gives NaN.
+        return tau, 1.0
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)):
+        raise TypeError(f"tau: expected a float or a floating-point 0-d tensor, got {type(tau).__name__}")
+    if not (tau > 0 and math.isfinite(tau)):
+        raise ValueError(f"tau: expected a finite number > 0, got {tau}")
+    return None, float(tau)
+
+
+def threshold(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"threshold: expected a float, got {type(value).__name__}")
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"threshold: expected a finite number >= 0, got {value}")
+    return float(value)

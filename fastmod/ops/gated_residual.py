@@ -1,0 +1,49 @@
+"""Gated rewriting of blocks: ``gated_residual``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmod import backend
+from fastmod.ops import _checks
+
+
+def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
+    """``sigmoid(gate) * new + (1 - sigmoid(gate)) * x``, one gate logit per block.
+
+    Args:
+        x: ``[..., N, D]``, kept where the gate is closed.
+        new: ``[..., N, D]``, taken where the gate is open.
+        gate: logits ``[..., N]``.
+
+    Returns:
+        ``[..., N, D]``.
+    """
+    _checks.float_tensor("x", x, 2, "[..., N, D]")
+    _checks.float_tensor("new", new, 2, "[..., N, D]")
+    _checks.float_tensor("gate", gate, 1, "[..., N]")
+    _checks.same_kind("x", x, "new", new)
+    _checks.same_kind("x", x, "gate", gate)
+    _checks.exact_shape("new", new, x.shape, "the shape of x")
+    _checks.exact_shape("gate", gate, x.shape[:-1], "[..., N], the shape of x without D")
+    chosen = backend.resolve("gated_residual", x)
+    if chosen == "reference":
+        with backend.reference_autocast(x, new, gate) as (x, new, gate):
+            return reference(x, new, gate)
+    return torch.ops.fastmod.gated_residual(x, new, gate, chosen == "triton")
+
+
+def reference(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
+    """Plain PyTorch; reduced precision is computed in fp32."""
+    wide = _checks.compute_dtype(x)
+    open_ = torch.sigmoid(gate.to(wide)).unsqueeze(-1)
+    return (open_ * new.to(wide) + (1 - open_) * x.to(wide)).to(x.dtype)
+
+
+def fake_forward(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def fake_backward(grad: Tensor, x: Tensor, new: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), new.new_empty(new.shape), gate.new_empty(gate.shape)

@@ -1,0 +1,83 @@
+"""The layers once more in plain PyTorch, written as one would without fastmod: the baseline of every race.
+
+Parameters carry the names of ``fastmod.nn``, so that ``load_state_dict`` moves a model from one to the other.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def multiplex(blocks: Tensor, logits: Tensor) -> Tensor:
+    return logits.softmax(-2).transpose(-1, -2) @ blocks
+
+
+def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
+    return torch.lerp(x, new, torch.sigmoid(gate).unsqueeze(-1))  # faster than the sum of two products
+
+
+def range_penalty(*logits: Tensor, threshold: float = 20.0) -> Tensor:
+    terms = [(t - t.detach().clamp(-threshold, threshold)).square().sum() for t in logits]
+    return sum(terms[1:], start=terms[0])
+
+
+def _fnn(inputs: int, outputs: int, hidden: int, layers: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(i, o) for i, o in pairwise([inputs, *[hidden] * layers, outputs]))
+
+
+def _run(fnn: nn.ModuleList, x: Tensor) -> Tensor:
+    *hidden, last = fnn
+    for layer in hidden:
+        x = F.leaky_relu(layer(x))
+    return last(x)
+
+
+class MFNNR(nn.Module):
+    """``[B, M, D] -> [B, N, D]``, and the range penalty or None."""
+
+    def __init__(self, m: int, n: int, d: int, *, hidden: int, layers: int, threshold: float | None) -> None:
+        super().__init__()
+        self.m, self.n, self.d, self.threshold = m, n, d, threshold
+        self.route = _fnn(m * d, m * n, hidden, layers)
+        self.update = _fnn((n + m) * d, n * d + n, hidden, layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        flat = x.flatten(-2)
+        logits = _run(self.route, flat).unflatten(-1, (self.m, self.n))  # [B, M, N]
+        routed = multiplex(x, logits)  # [B, N, D]
+        new, gate = _run(self.update, torch.cat([routed.flatten(-2), flat], -1)).split([self.n * self.d, self.n], -1)
+        out = gated_residual(routed, new.unflatten(-1, (self.n, self.d)), gate)
+        return out, None if self.threshold is None else range_penalty(logits, gate, threshold=self.threshold)
+
+
+class SMFR(nn.Module):
+    """The softmax SMFR with context; returns its output and the range penalty, None without a threshold."""
+
+    def __init__(
+        self,
+        in_blocks: int,
+        out_blocks: int,
+        block_size: int,
+        width: int,
+        depth: int,
+        *,
+        hidden: int = 100,
+        layers: int = 1,
+        threshold: float | None = 20.0,
+    ) -> None:
+        super().__init__()
+        counts = [in_blocks, *[width] * depth, out_blocks]
+        self.stack = nn.ModuleList(
+            MFNNR(m, n, block_size, hidden=hidden, layers=layers, threshold=threshold) for m, n in pairwise(counts)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        total = None
+        for layer in self.stack:
+            x, penalty = layer(x)
+            total = penalty if total is None else total + penalty
+        return x, total

@@ -1,0 +1,87 @@
+"""Small, odd-shaped sample inputs of every op, for ``fastmod doctor`` and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fastmod import ops
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op: the shapes of its tensors and how to call it with them."""
+
+    op: str
+    label: str
+    shapes: tuple[tuple[int, ...], ...]
+    call: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # tensors -> differentiable outputs
+
+    def tensors(self, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+        """Leaves that require grad, of the same values for every dtype and device; 0-d ones (temperatures) are > 0."""
+        generator = torch.Generator().manual_seed(seed)
+        values = [torch.randn(shape, generator=generator) for shape in self.shapes]
+        values = [value if value.dim() else value.abs() + 0.5 for value in values]
+        return [value.to(device=device, dtype=dtype).requires_grad_() for value in values]
+
+    def run(self, tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        """Forward and backward with fixed output gradients: named outputs and gradients, detached."""
+        outputs = list(self.call(tensors))
+        generator = torch.Generator().manual_seed(1)
+        grads = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+        found = torch.autograd.grad(outputs, list(tensors), grads)
+        named = [(f"output {i}", out.detach()) for i, out in enumerate(outputs)]
+        return named + [(f"gradient {i}", grad) for i, grad in enumerate(found)]
+
+
+def _fnn_shapes(*sizes: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(shape for i, o in pairwise(sizes) for shape in ((o, i), (o,)))
+
+
+def _mfnnr(label: str, route: Sequence[int], update: Sequence[int], m: int, d: int, mode: str) -> Sample:
+    """Tensors: x, then both FNNs, then tau; with context when ``update`` reads more than the routed blocks."""
+    n = route[-1] // m
+    cut = 1 + 2 * (len(route) - 1)
+
+    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        result = ops.mfnnr(
+            tensors[0],
+            list(tensors[1:cut]),
+            list(tensors[cut:-1]),
+            context=update[0] == (n + m) * d,
+            mode=mode,
+            tau=tensors[-1],
+            seed=7,
+            threshold=0.5,
+        )
+        return [result.out, result.penalty]
+
+    return Sample("mfnnr", label, ((3, m, d), *_fnn_shapes(*route), *_fnn_shapes(*update), ()), call)
+
+
+SAMPLES: tuple[Sample, ...] = (
+    Sample("multiplex", "softmax", ((3, 5, 7), (3, 5, 3), ()), lambda t: [ops.multiplex(t[0], t[1], tau=t[2])]),
+    Sample("multiplex", "one block", ((2, 3, 1, 1), (2, 3, 1, 5)), lambda t: [ops.multiplex(t[0], t[1])]),
+    Sample(
+        "multiplex",
+        "gumbel",
+        ((7, 3, 5), (7, 3, 9), ()),
+        lambda t: [ops.multiplex(t[0], t[1], mode="gumbel", tau=t[2], seed=7)],
+    ),
+    Sample(
+        "multiplex",
+        "argmax, permuted",
+        ((5, 3, 4), (9, 3, 4)),
+        lambda t: [ops.multiplex(t[0].permute(2, 1, 0), t[1].permute(2, 1, 0), mode="argmax")],
+    ),
+    Sample("gated_residual", "odd", ((3, 5, 7), (3, 5, 7), (3, 5)), lambda t: [ops.gated_residual(*t)]),
+    Sample("gated_residual", "one block", ((1, 1), (1, 1), (1,)), lambda t: [ops.gated_residual(*t)]),
+    Sample("range_penalty", "two tensors", ((3, 5, 7), (3,)), lambda t: [ops.range_penalty(*t, threshold=0.5)]),
+    _mfnnr("softmax", (35, 9, 15), (56, 9, 24), 5, 7, "softmax"),
+    _mfnnr("two layers, no context", (6, 11, 5, 6), (4, 3, 7, 6), 3, 2, "softmax"),
+    _mfnnr("gumbel", (35, 9, 15), (56, 9, 24), 5, 7, "gumbel"),
+)

@@ -1,0 +1,173 @@
+"""What the Triton kernels share: noise, the softmax column, the penalty, and the launch options.
+
+Kernels work on *rows*: row ``r = b * K + k`` of a ``[B, K, D]`` tensor, so that no size has to be a power of two and
+the whole batch lies on grid axis 0. Offsets are 64-bit from the program id on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastmod.noise import STREAM_MULTIPLEX
+from fastmod.ops.multiplex import MODES
+
+SOFTMAX = tl.constexpr(MODES["softmax"])
+GUMBEL = tl.constexpr(MODES["gumbel"])
+STREAM = tl.constexpr(STREAM_MULTIPLEX)
+
+#: Options of every launch. Fusing multiplications into FMAs is stated because Triton's default is about to change.
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def compute_type(tensor: Tensor) -> tl.dtype:
+    """The Triton dtype the kernels compute in: fp64 for fp64, else fp32."""
+    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
+
+
+def row_tile(d: int, wide: tl.dtype, rows: int = 64) -> dict[str, int]:
+    """Tile sizes for rows of ``d`` elements: at most 2048 accumulators (1024 in fp64), 16 (8 in fp64) per thread."""
+    block_d = min(triton.next_power_of_2(max(d, 1)), 256)
+    room = (1024 if wide == tl.float64 else 2048) // block_d
+    return {"BLOCK_R": min(rows, room), "BLOCK_D": block_d}
+
+
+def guard(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The device of ``tensor`` made current: Triton launches on the current device, not on that of its arguments."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def routing_args(tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> dict[str, Any]:
+    """Kernel arguments of temperature and noise. What is on the device is passed by pointer: no synchronisation."""
+    by_value = seed is not None and seed.device.type == "cpu"
+    return {
+        "tau_ptr": tau,
+        "tau_value": tau_value,
+        "seed_ptr": None if by_value else seed,
+        "seed_value": int(seed.item()) if seed is not None and by_value else 0,
+        "MODE": mode,
+    }
+
+
+@triton.jit
+def divide(a, b):
+    """``a / b`` rounded to nearest: Triton's fp32 ``/`` is off by up to 2 ulp, which a logit of 1e4 would feel."""
+    if a.dtype == tl.float64:
+        return a / b
+    return tl.div_rn(a, b)
+
+
+@triton.jit
+def sigmoid(t):
+    one = tl.full([], 1.0, t.dtype)
+    return divide(one, one + tl.exp(-t))
+
+
+@triton.jit
+def excess(t, threshold):
+    """``t - clamp(t, -threshold, threshold)``; NaN stays NaN."""
+    return tl.where(t > threshold, t - threshold, tl.where(t < -threshold, t + threshold, t - t))
+
+
+@triton.jit
+def temperature(tau_ptr, tau_value, CT: tl.constexpr):
+    """tau by pointer if given (NaN unless > 0, as a GPU cannot raise), else by value."""
+    if tau_ptr is not None:
+        tau = tl.load(tau_ptr).to(CT)
+        return tl.where(tau > 0, tau, float("nan"))
+    return tl.full([], tau_value, CT)
+
+
+@triton.jit
+def key(seed_ptr, seed_value):
+    if seed_ptr is not None:
+        return tl.load(seed_ptr).to(tl.int64)
+    return tl.full([], seed_value, tl.int64)
+
+
+@triton.jit
+def uniform(seed, index, CT: tl.constexpr):
+    """u in (0, 1) of element ``index`` (int64) after the noise contract of ``fastmod.noise``."""
+    group = index >> 2
+    c0 = (group & 0xFFFFFFFF).to(tl.uint32)
+    c1 = (group >> 32).to(tl.uint32)
+    c2 = tl.full(index.shape, STREAM, tl.uint32)
+    c3 = tl.zeros(index.shape, tl.uint32)
+    k0 = tl.zeros(index.shape, tl.uint32) + (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = tl.zeros(index.shape, tl.uint32) + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    # Tensors, not Python numbers: a literal above 2**31 would be an int64 and widen everything it meets.
+    multiplier0 = tl.full(index.shape, 0xD2511F53, tl.uint32)
+    multiplier1 = tl.full(index.shape, 0xCD9E8D57, tl.uint32)
+    step0 = tl.full(index.shape, 0x9E3779B9, tl.uint32)
+    step1 = tl.full(index.shape, 0xBB67AE85, tl.uint32)
+    for _ in tl.static_range(10):
+        high0 = tl.umulhi(c0, multiplier0)
+        high1 = tl.umulhi(c2, multiplier1)
+        low0 = c0 * multiplier0
+        low1 = c2 * multiplier1
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = k0 + step0
+        k1 = k1 + step1
+    word = index & 3
+    bits = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
+    return ((bits >> 9).to(CT) + 0.5) * 1.1920928955078125e-07  # 2**-23
+
+
+@triton.jit
+def scaled_logit(logits_ptr, offset, mask, tau, seed, MODE: tl.constexpr, CT: tl.constexpr):
+    """The raw logit t and z = (t + noise) / tau at ``offset``, the element's index in contiguous ``[B, M, N]``."""
+    t = tl.load(logits_ptr + offset, mask=mask, other=0.0).to(CT)
+    z = t
+    if MODE == GUMBEL:
+        z = t - tl.log(-tl.log(uniform(seed, offset, CT)))
+    return t, divide(z, tau)
+
+
+@triton.jit
+def column_stats(
+    logits_ptr, copy_ptr, base, mask, tau, seed, threshold, M, N,
+    MODE: tl.constexpr, PENALTY: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """One pass over the M logits of each row's column: maximum, sum of exp, index of the maximum, penalty.
+
+    The sum is NaN where torch.softmax gives a NaN column: a NaN or +inf in it, or nothing but -inf. ``copy_ptr``, if
+    given, receives the raw logits in its own dtype.
+    """
+    best = tl.full(base.shape, float("-inf"), CT)
+    total = tl.zeros(base.shape, CT)
+    index = tl.zeros(base.shape, tl.int64)
+    squares = tl.zeros(base.shape, CT)
+    for m in range(M):
+        t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
+        if copy_ptr is not None:
+            tl.store(copy_ptr + base + m * N, t, mask=mask)
+        if PENALTY:
+            e = excess(t, threshold)
+            squares += e * e
+        above = z > best
+        # The comparisons stand for exp(0) = 1 and keep exp(-inf - -inf) out while nothing finite has come yet.
+        shrink = tl.where(above, tl.exp(best - z), 1.0)
+        term = tl.where(above | (z == best), 1.0, tl.exp(z - best))
+        total = total * shrink + term
+        index = tl.where(above, m, index)
+        best = tl.where(above, z, best)
+    return best, total + (best - best), index, tl.where(mask, squares, 0.0)
+
+
+@triton.jit
+def soft_weight(z, best, total):
+    return divide(tl.exp(z - best), total)
+
+
+@triton.jit
+def hard_weight(m, index, total):
+    """One-hot; NaN where the soft weights are."""
+    return tl.where(index == m, 1.0, 0.0) + (total - total)

@@ -1,0 +1,176 @@
+"""Triton kernels and launchers of ``gated_residual``: rows ``r = b * N + n``, one gate each.
+
+``new`` and ``gate`` have a batch stride of their own, so that they may lie side by side in the output of an FNN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastmod.kernels._common import OPTIONS, compute_type, excess, guard, row_tile, sigmoid
+from fastmod.ops._checks import compute_dtype
+
+
+@triton.jit
+def gate_rows(
+    x_ptr, new_ptr, gate_ptr, out_ptr, copy_ptr, rows, mask, new_stride, gate_stride, threshold, N, D,
+    PENALTY: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of some rows; returns each row's share of the penalty. ``copy_ptr`` receives raw gates."""
+    b = rows // N
+    n = rows % N
+    t = tl.load(gate_ptr + b * gate_stride + n, mask=mask, other=0.0).to(CT)
+    if copy_ptr is not None:
+        tl.store(copy_ptr + rows, t, mask=mask)
+    s = sigmoid(t)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        tile = mask[:, None] & (d < D)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * D + d[None, :], mask=tile, other=0.0).to(CT)
+        new = tl.load(new_ptr + (b * new_stride + n * D)[:, None] + d[None, :], mask=tile, other=0.0).to(CT)
+        out = s[:, None] * new + (1 - s)[:, None] * x
+        tl.store(out_ptr + rows[:, None] * D + d[None, :], out, mask=tile)
+    squares = tl.zeros(rows.shape, CT)
+    if PENALTY:
+        e = excess(t, threshold)
+        squares = tl.where(mask, e * e, 0.0)
+    return squares
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, new_ptr, gate_ptr, out_ptr, copy_ptr, partials_ptr, new_stride: tl.int64, gate_stride: tl.int64,
+    threshold: tl.float64, R: tl.int64, N: tl.int64, D: tl.int64,
+    PENALTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
+    squares = gate_rows(
+        x_ptr, new_ptr, gate_ptr, out_ptr, copy_ptr, rows, rows < R, new_stride, gate_stride,
+        tl.full([], threshold, CT), N, D, PENALTY, BLOCK_D, CT,
+    )  # fmt: skip
+    if PENALTY:
+        tl.store(partials_ptr + pid, tl.sum(squares, axis=0))
+
+
+@triton.jit
+def backward_kernel(
+    grad_ptr, x_ptr, new_ptr, gate_ptr, dx_ptr, dnew_ptr, dgate_ptr, grad_penalty_ptr,
+    new_stride: tl.int64, gate_stride: tl.int64, threshold: tl.float64, R: tl.int64, N: tl.int64, D: tl.int64,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of x, new and gate, the last with that of the penalty if ``grad_penalty_ptr`` is given.
+
+    Without ``grad_ptr`` the gradient of the output is zero.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = rows < R
+    b = rows // N
+    n = rows % N
+    t = tl.load(gate_ptr + b * gate_stride + n, mask=mask, other=0.0).to(CT)
+    s = sigmoid(t)
+    # As autograd sums it: the difference of two sums, not the sum of differences, for the same infinities.
+    taken = tl.zeros(rows.shape, CT)
+    kept = tl.zeros(rows.shape, CT)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        tile = mask[:, None] & (d < D)[None, :]
+        at = rows[:, None] * D + d[None, :]
+        at_new = (b * new_stride + n * D)[:, None] + d[None, :]
+        g = tl.zeros([BLOCK_R, BLOCK_D], CT)
+        if grad_ptr is not None:
+            g = tl.load(grad_ptr + at, mask=tile, other=0.0).to(CT)
+            x = tl.load(x_ptr + at, mask=tile, other=0.0).to(CT)
+            new = tl.load(new_ptr + at_new, mask=tile, other=0.0).to(CT)
+            taken += tl.sum(g * new, axis=1)
+            kept += tl.sum(g * x, axis=1)
+        tl.store(dx_ptr + at, (1 - s)[:, None] * g, mask=tile)
+        tl.store(dnew_ptr + at_new, s[:, None] * g, mask=tile)
+    dgate = (taken - kept) * (1 - s) * s
+    if grad_penalty_ptr is not None:
+        dgate += 2 * tl.load(grad_penalty_ptr).to(CT) * excess(t, tl.full([], threshold, CT))
+    tl.store(dgate_ptr + b * gate_stride + n, dgate, mask=mask)
+
+
+def launch_forward(
+    x: Tensor,
+    new: Tensor,
+    gate: Tensor,
+    out: Tensor,
+    *,
+    copy: Tensor | None = None,
+    threshold: float = 0.0,
+    penalty: bool = False,
+) -> Tensor | None:
+    """``out [B, N, D]`` from contiguous ``x [B, N, D]``; ``new [B, N*D]`` and ``gate [B, N]`` dense but for the batch
+    stride. Returns the penalty's partials."""
+    batch, n, d = x.shape
+    wide = compute_type(x)
+    tile = row_tile(d, wide)
+    programs = triton.cdiv(batch * n, tile["BLOCK_R"])
+    partials = x.new_empty(programs, dtype=compute_dtype(x)) if penalty else None
+    with guard(x):
+        forward_kernel[(programs,)](
+            x_ptr=x, new_ptr=new, gate_ptr=gate, out_ptr=out, copy_ptr=copy, partials_ptr=partials,
+            new_stride=new.stride(0), gate_stride=gate.stride(0), threshold=threshold, R=batch * n, N=n, D=d,
+            PENALTY=penalty, CT=wide, **tile, **OPTIONS,
+        )  # fmt: skip
+    return partials
+
+
+def launch_backward(
+    grad: Tensor | None,
+    x: Tensor,
+    new: Tensor,
+    gate: Tensor,
+    dx: Tensor,
+    dnew: Tensor,
+    dgate: Tensor,
+    *,
+    grad_penalty: Tensor | None = None,
+    threshold: float = 0.0,
+) -> None:
+    """Write ``dx``, ``dnew`` and ``dgate``, laid out like x, new and gate (see :func:`launch_forward`)."""
+    batch, n, d = x.shape
+    wide = compute_type(x)
+    tile = row_tile(d, wide)
+    with guard(x):
+        backward_kernel[(triton.cdiv(batch * n, tile["BLOCK_R"]),)](
+            grad_ptr=grad, x_ptr=x, new_ptr=new, gate_ptr=gate, dx_ptr=dx, dnew_ptr=dnew, dgate_ptr=dgate,
+            grad_penalty_ptr=grad_penalty, new_stride=new.stride(0), gate_stride=gate.stride(0),
+            threshold=threshold, R=batch * n, N=n, D=d, CT=wide, **tile, **OPTIONS,
+        )  # fmt: skip
+
+
+def gated_residual_forward(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
+    """x, new ``[..., N, D]``, gate ``[..., N]`` -> ``[..., N, D]``."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    batch, n, d = x.shape[:-2].numel(), *x.shape[-2:]
+    launch_forward(
+        x.contiguous().view(batch, n, d), new.contiguous().view(batch, n * d), gate.contiguous().view(batch, n), out
+    )
+    return out
+
+
+def gated_residual_backward(grad: Tensor, x: Tensor, new: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """grad ``[..., N, D]`` -> gradients of x, new and gate."""
+    batch, n, d = x.shape[:-2].numel(), *x.shape[-2:]
+    dx, dnew, dgate = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, new, gate))
+    if x.numel() == 0:
+        return dx, dnew, dgate.zero_()
+    launch_backward(
+        grad.contiguous(),
+        x.contiguous().view(batch, n, d),
+        new.contiguous().view(batch, n * d),
+        gate.contiguous().view(batch, n),
+        dx,
+        dnew,
+        dgate,
+    )
+    return dx, dnew, dgate

@@ -1,0 +1,98 @@
+"""Builds ``fastmod._C``: the C++ part always, the CUDA part when it can be had. Run pip with --no-build-isolation."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+except ImportError:
+    sys.exit(
+        "fastmod: torch is not importable in the build environment. Install torch first, then run\n"
+        "    pip install --no-build-isolation ."
+    )
+
+ROOT = Path(__file__).parent.resolve()
+BUILD = ROOT / "build"
+CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--threads=2"]
+
+
+def cuda_decision() -> tuple[bool, str]:
+    """Whether to build the CUDA part, and why."""
+    if os.environ.get("FORCE_CUDA") == "1":
+        return True, "FORCE_CUDA=1"
+    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return True, f"TORCH_CUDA_ARCH_LIST={os.environ['TORCH_CUDA_ARCH_LIST']}"
+    if torch.version.cuda is None:
+        return False, "torch is a CPU build"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if shutil.which("nvcc") is None and not (home and Path(home, "bin", "nvcc").exists()):
+        return False, "nvcc was not found"
+    return True, f"torch is a CUDA {torch.version.cuda} build and nvcc was found"
+
+
+def first_line(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def build_stamp(with_cuda: bool) -> dict[str, str]:
+    return {
+        "fastmod": "0.1.0",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": str(torch.version.cuda) if with_cuda else "none",
+        "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
+        "machine": platform.machine(),
+        "archs": os.environ.get("TORCH_CUDA_ARCH_LIST", "visible GPUs") if with_cuda else "none",
+        "flags": " ".join(CXX_FLAGS),
+        "devices": "CPU and CUDA" if with_cuda else "CPU",
+    }
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Keeps the time stamp of an unchanged file, so that a second build reuses the objects."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def write_stamp(stamp: dict[str, str]) -> None:
+    text = json.dumps(stamp, indent=2)
+    write_if_changed(ROOT / "fastmod" / "_build.json", text + "\n")
+    write_if_changed(BUILD / "fastmod_stamp.h", f"#define FASTMOD_STAMP {json.dumps(json.dumps(stamp))}\n")
+
+
+def extension(with_cuda: bool) -> CppExtension:
+    sources = sorted(str(p.relative_to(ROOT)) for folder in ("csrc", "csrc/cpu") for p in ROOT.glob(f"{folder}/*.cpp"))
+    arguments: dict[str, object] = {
+        "include_dirs": [str(ROOT / "csrc"), str(BUILD)],
+        "depends": sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")),
+    }
+    if not with_cuda:
+        return CppExtension("fastmod._C", sources, extra_compile_args={"cxx": CXX_FLAGS}, **arguments)
+    sources += sorted(str(p.relative_to(ROOT)) for ext in ("cpp", "cu") for p in ROOT.glob(f"csrc/cuda/*.{ext}"))
+    return CUDAExtension(
+        "fastmod._C",
+        sources,
+        extra_compile_args={"cxx": [*CXX_FLAGS, "-DFASTMOD_WITH_CUDA"], "nvcc": NVCC_FLAGS},
+        **arguments,
+    )
+
+
+WITH_CUDA, REASON = cuda_decision()
+print(f"fastmod: building for {'CPU and CUDA' if WITH_CUDA else 'the CPU only'}: {REASON}", file=sys.stderr)
+write_stamp(build_stamp(WITH_CUDA))
+setup(ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)})

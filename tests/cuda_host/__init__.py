@@ -1,0 +1,217 @@
+"""Builds the host harness and talks to it: see cuda_host.h and driver.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr"]
+
+_FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=fast", "-fno-tree-vectorize", "-DFASTMOD_CUDA_HOST"]
+_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{ROOT / 'csrc' / 'cuda'}"]
+if platform.machine() in ("x86_64", "AMD64"):
+    _FLAGS.append("-mfma")  # as nvcc does, products are fused into sums
+#: flavour -> (flags of the kernels, flags of the scheduler, which is never instrumented)
+FLAVOURS: dict[str, tuple[list[str], list[str]]] = {
+    "plain": ([], []),
+    "asan": (["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], ["-DCUDA_HOST_ASAN"]),
+    "tsan": (["-fsanitize=thread"], ["-DCUDA_HOST_TSAN"]),
+}
+_ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=0",  # a launch that failed abandons its fibers
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1",
+}
+
+
+class Unavailable(Exception):
+    """This machine cannot build or run a flavour: no g++, no sanitizer runtime."""
+
+
+class Crash(AssertionError):
+    """The harness died: a sanitizer has found something. Carries its report."""
+
+
+class LaunchError(AssertionError):
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"launch failed with {code}: {message}")
+        self.code = code
+
+
+class Out:
+    """A buffer that the kernel writes, all of it, handed over full of NaN."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
+        self.tensor = torch.full(shape, float("nan"), dtype=dtype)
+
+
+class InOut:
+    """A buffer that the kernel may change."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def build(flavour: str) -> Path:
+    """The harness as an executable under ``build/``, named by the content of its sources."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise Unavailable("no g++")
+    kernels = [ROOT / "csrc" / "cuda" / f"{name}.cu" for name in KERNELS]
+    headers = [*HERE.glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.cuh"), ROOT / "csrc" / "cuda" / "launch.h"]
+    headers.append(ROOT / "csrc" / "philox.h")
+    instrumented = [*kernels, HERE / "probes.cu", HERE / "driver.cpp"]
+    digest = hashlib.sha256(repr((_FLAGS, FLAVOURS[flavour])).encode())
+    for path in sorted([*headers, *instrumented, HERE / "cuda_host.cpp"]):
+        digest.update(path.name.encode() + path.read_bytes())
+    target = ROOT / "build" / "cuda_host" / f"{flavour}-{digest.hexdigest()[:16]}"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    own, scheduler = FLAVOURS[flavour]
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = []
+        for path in [*instrumented, HERE / "cuda_host.cpp"]:
+            objects.append(str(Path(folder) / f"{path.stem}.o"))
+            extra = scheduler if path.stem == "cuda_host" else own
+            _compile([compiler, *_FLAGS, *extra, "-x", "c++", "-c", str(path), "-o", objects[-1]])
+        linked = Path(folder) / "linked"
+        try:
+            _compile([compiler, *own, *objects, "-o", str(linked)])
+        except RuntimeError as error:
+            if flavour == "plain":
+                raise
+            raise Unavailable(f"no {flavour} runtime: {error}") from error
+        os.replace(linked, target)  # whole or not at all, should two processes build
+    return target
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+class Harness:
+    """A running driver. Every call is repeated for each thread order; all must leave the same bits."""
+
+    def __init__(self, flavour: str, orders: Sequence[int]) -> None:
+        self.flavour = flavour
+        self.orders = orders
+        self.launches = 0
+        self._prefix: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stderr = tempfile.TemporaryFile()
+        self._executable = build(flavour)
+        if flavour != "plain":
+            self._settle()
+
+    def _settle(self) -> None:
+        """Older sanitizer runtimes do not start where the kernel randomises addresses widely: switch that off."""
+        for prefix in ([], ["setarch", "-R"]):
+            self._prefix = prefix
+            try:
+                self.call("probe_reverse", torch.zeros(64), Out(64, dtype=torch.float32), ints=[1])
+                return
+            except (Crash, FileNotFoundError) as error:
+                reason = str(error)
+        raise Unavailable(f"{self.flavour} does not run here: {reason[:300]}")
+
+    def call(
+        self,
+        name: str,
+        *buffers: Tensor | Out | InOut | None,
+        ints: Sequence[int] = (),
+        floats: Sequence[float] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
+        """Run a launch function; returns what it left in the ``Out`` and ``InOut`` buffers, in order."""
+        inputs = [b.tensor if isinstance(b, (Out, InOut)) else b for b in buffers]
+        results = [self._run(order, name, inputs, ints, floats, dtype) for order in self.orders]
+        self.launches += len(results)
+        for order, result in zip(self.orders, results, strict=True):
+            for i, (sent, first, got) in enumerate(zip(inputs, results[0], result, strict=True)):
+                assert got == first, f"{name}: buffer {i} depends on the order of threads (order {order})"
+                if not isinstance(buffers[i], (Out, InOut)) and sent is not None:
+                    assert got == _bytes(sent), f"{name}: buffer {i} is an input and was written"
+        outputs = []
+        for buffer, raw in zip(buffers, results[0], strict=True):
+            if isinstance(buffer, (Out, InOut)):
+                like = buffer.tensor
+                flat = torch.frombuffer(bytearray(raw), dtype=like.dtype) if raw else like.new_empty(0)
+                outputs.append(flat.view(like.shape))
+        return outputs
+
+    def _run(
+        self,
+        order: int,
+        name: str,
+        buffers: Sequence[Tensor | None],
+        ints: Sequence[int],
+        floats: Sequence[float],
+        dtype: torch.dtype,
+    ) -> list[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [*self._prefix, str(self._executable)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env={**os.environ, **_ENVIRONMENT},
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        contents = [b"" if b is None else _bytes(b) for b in buffers]
+        sizes = [-1 if b is None else len(raw) for b, raw in zip(buffers, contents, strict=True)]
+        fields = [name, str(dtype).removeprefix("torch."), order, len(sizes), *sizes, len(ints), *ints]
+        fields += [len(floats), *(repr(float(value)) for value in floats)]
+        try:
+            self._process.stdin.write(" ".join(map(str, fields)).encode() + b"\n" + b"".join(contents))
+            self._process.stdin.flush()
+            status = self._process.stdout.readline().decode()
+        except BrokenPipeError:
+            status = ""
+        if not status.endswith("\n"):
+            raise Crash(self._died(name))
+        code, message = status.rstrip("\n").split(" ", 1)
+        replies = [self._process.stdout.read(max(size, 0)) for size in sizes]
+        if int(code):
+            raise LaunchError(int(code), message)
+        return replies
+
+    def _died(self, name: str) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        self.close()
+        self._stderr.seek(0)
+        report = self._stderr.read().decode(errors="replace")
+        self._stderr.seek(0)
+        self._stderr.truncate()
+        return f"{name}: the harness ended with {code}\n{report}"
+
+    def close(self) -> None:
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                try:
+                    if pipe is not None:
+                        pipe.close()
+                except BrokenPipeError:
+                    pass
+            self._process.wait()
+            self._process = None
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""

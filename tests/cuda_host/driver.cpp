@@ -1,0 +1,150 @@
+// Serves launch functions to test_cuda_host.py over stdin and stdout, so that the plain and the sanitised builds are
+// driven alike. Each buffer is a malloc of exactly its size, as ASan needs it.
+//
+// Request: one text line `name dtype order #buffers size.. #ints int.. #floats float..` (size -1: null pointer), then the
+// bytes of the buffers. Reply: one text line `code message`, then the bytes of the buffers as the kernel left them.
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "probes.h"
+
+using namespace fastmod::cuda;
+
+namespace {
+
+struct Call {
+  std::string name, dtype;
+  std::vector<char*> buffers;
+  std::vector<int64_t> sizes, ints;
+  std::vector<double> floats;
+
+  template <typename T>
+  T* at(size_t i) const {
+    return reinterpret_cast<T*>(buffers.at(i));
+  }
+  Shape shape() const { return {ints.at(0), ints.at(1), ints.at(2), ints.at(3)}; }
+};
+
+// ints from `at`: mode, seed; floats: tau; buffers from `pointers`: tau, seed.
+template <typename C>
+Routing<C> routing(const Call& call, size_t at, size_t pointers) {
+  return {static_cast<int>(call.ints.at(at)), call.at<C>(pointers), static_cast<C>(call.floats.at(0)),
+          call.at<int64_t>(pointers + 1), call.ints.at(at + 1)};
+}
+
+// ints from `at`: layers, widths; buffers from `pointers`: weight, bias, kept per layer.
+template <typename C>
+Fnn<C> fnn(const Call& call, size_t at, size_t pointers) {
+  Fnn<C> result{};
+  result.linears = static_cast<int>(call.ints.at(at));
+  for (int i = 0; i < result.linears && i < kMaxLinear; ++i) {
+    result.width[i] = call.ints.at(at + 1 + i);
+    result.weight[i] = call.at<C>(pointers + 3 * i);
+    result.bias[i] = call.at<C>(pointers + 3 * i + 1);
+    result.kept[i] = call.at<C>(pointers + 3 * i + 2);
+  }
+  return result;
+}
+
+template <typename T>
+cudaError_t run_any(const Call& c) {
+  using C = Compute<T>;
+  if (c.name == "multiplex_forward") {
+    return multiplex_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
+  }
+  if (c.name == "multiplex_backward_logits") {
+    return multiplex_backward_logits<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<C>(4), c.at<C>(5),
+                                        routing<C>(c, 4, 6), c.at<C>(8), static_cast<C>(c.floats.at(1)), c.shape(),
+                                        nullptr);
+  }
+  if (c.name == "multiplex_backward_blocks") {
+    return multiplex_backward_blocks<T>(c.at<T>(0), c.at<C>(1), c.at<T>(2), c.at<T>(3), c.shape(), nullptr);
+  }
+  const auto gate_shape = [&] { return GateShape{c.ints.at(0), c.ints.at(1), c.ints.at(2), c.ints.at(3), c.ints.at(4)}; };
+  if (c.name == "gated_residual_forward") {
+    return gated_residual_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), gate_shape(), nullptr);
+  }
+  if (c.name == "gated_residual_backward") {
+    return gated_residual_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<T>(5),
+                                      c.at<T>(6), c.at<C>(7), static_cast<C>(c.floats.at(0)), gate_shape(), nullptr);
+  }
+  if (c.name == "range_penalty_forward") {
+    return range_penalty_forward<T>(c.at<T>(0), c.ints.at(0), static_cast<C>(c.floats.at(0)), c.at<C>(1), nullptr);
+  }
+  if (c.name == "range_penalty_finish") {
+    return range_penalty_finish<C>(c.at<C>(0), c.ints.at(0), c.at<C>(1), nullptr);
+  }
+  if (c.name == "range_penalty_backward") {
+    return range_penalty_backward<T>(c.at<C>(0), c.at<T>(1), c.ints.at(0), static_cast<C>(c.floats.at(0)), c.at<T>(2),
+                                     nullptr);
+  }
+  std::cerr << "unknown function " << c.name << std::endl;
+  std::exit(2);
+}
+
+template <typename C>
+cudaError_t run_wide(const Call& c) {
+  if (c.name == "mfnnr_route") {
+    return mfnnr_route<C>(c.at<C>(0), fnn<C>(c, 6, 6), routing<C>(c, 4, 1), static_cast<C>(c.floats.at(1)),
+                          c.at<C>(3), c.at<C>(4), c.at<C>(5), c.shape(), nullptr);
+  }
+  if (c.name == "mfnnr_update") {
+    return mfnnr_update<C>(c.at<C>(0), c.at<C>(1), fnn<C>(c, 4, 5), static_cast<C>(c.floats.at(0)), c.at<C>(2),
+                           c.at<C>(3), c.at<C>(4), c.shape(), nullptr);
+  }
+  if (c.name == "leaky_backward") return leaky_backward<C>(c.at<C>(0), c.at<C>(1), c.ints.at(0), nullptr);
+  return run_any<C>(c);
+}
+
+cudaError_t run(const Call& c) {
+  if (c.name == "probe_uniform") {
+    return probe_uniform(c.ints.at(0), c.ints.at(1), c.ints.at(2), c.at<float>(0), c.at<double>(1));
+  }
+  if (c.name == "probe_round") {
+    return probe_round(c.at<float>(0), c.ints.at(0), c.at<__half>(1), c.at<float>(2), c.at<__nv_bfloat16>(3),
+                       c.at<float>(4));
+  }
+  if (c.name.rfind("probe_", 0) == 0) return probe(c.name.c_str() + 6, c.at<float>(0), c.at<float>(1), c.ints.at(0));
+  if (c.dtype == "float32") return run_wide<float>(c);
+  if (c.dtype == "float64") return run_wide<double>(c);
+  if (c.dtype == "float16") return run_any<__half>(c);
+  return run_any<__nv_bfloat16>(c);
+}
+
+}  // namespace
+
+int main() {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    std::istringstream words(line);
+    Call call;
+    uint64_t order = 0;
+    size_t count = 0;
+    words >> call.name >> call.dtype >> order >> count;
+    call.sizes.resize(count);
+    for (int64_t& size : call.sizes) words >> size;
+    words >> count;
+    call.ints.resize(count);
+    for (int64_t& value : call.ints) words >> value;
+    words >> count;
+    call.floats.resize(count);
+    for (double& value : call.floats) words >> value;
+    for (int64_t size : call.sizes) {
+      call.buffers.push_back(size < 0 ? nullptr : static_cast<char*>(std::malloc(static_cast<size_t>(size))));
+      if (size > 0) std::cin.read(call.buffers.back(), size);
+    }
+    if (words.fail() || !std::cin) return 2;
+    cuda_host::set_order(order);
+    const cudaError_t error = run(call);
+    std::cout << error << ' ' << (error == cudaErrorLaunchFailure ? cuda_host::message() : "") << '\n';
+    for (size_t i = 0; i < call.buffers.size(); ++i) {
+      if (call.sizes[i] > 0) std::cout.write(call.buffers[i], call.sizes[i]);
+      std::free(call.buffers[i]);
+    }
+    std::cout.flush();
+  }
+}
