@@ -92,7 +92,15 @@ def extension(with_cuda: bool) -> CppExtension:
     )
 
 
+class Build(BuildExtension):
+    """Keeps the objects in build/, also where pip would build in a folder that it throws away."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = str(BUILD / "objects")
+
+
 WITH_CUDA, REASON = cuda_decision()
 print(f"fastmod: building for {'CPU and CUDA' if WITH_CUDA else 'the CPU only'}: {REASON}", file=sys.stderr)
 write_stamp(build_stamp(WITH_CUDA))
-setup(ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)})
+setup(ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": Build})

@@ -71,14 +71,16 @@ def race(
 
 def race_table(results: list[race_module.Result], contenders: list[str], what: str = "SMFR step") -> Table:
     """One row per case: median milliseconds, ratio of the best baseline to fastmod, the ratio aimed at, Match."""
-    table = Table(what, *[f"{name} ms" for name in contenders], "ratio", "target", "Match")
+    table = Table(what, *contenders, "ratio", "target", "Match", title="median milliseconds")
+    if any(result.noisy for result in results):
+        table.caption = "~ the machine was busy with something else: this figure is worth little"
     for column in table.columns[1:]:
         column.justify = "right"
     for result in results:
         times = [f"{result.seconds[name] * 1e3:.3f}" if result.seconds else "-" for name in contenders]
-        ratio = "-" if result.ratio is None else f"{result.ratio:.2f}"
+        ratio = "-" if result.ratio is None else f"{'~' if result.noisy else ''}{result.ratio:.2f}"
         target = "-" if result.target is None else f"{result.target:g}"
-        match = f"yes ({result.error:.0e})" if result.matches else f"[bold red]NO[/] ({result.error:.0e})"
+        match = f"{'yes' if result.matches else '[bold red]NO[/]'} {result.error:.0e}"
         table.add_row(result.label, *times, ratio, target, match)
     return table
 

@@ -19,6 +19,7 @@ from fastmod import plain
 
 #: Runs forward and backward and returns ``[outputs..., gradients...]``.
 Step = Callable[[], list[Tensor]]
+NOISY = 1.5
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,11 @@ def worst_error(steps: Mapping[str, Step], reference: str = "eager") -> float:
     return worst
 
 
-def interleaved(steps: Mapping[str, Step], *, seconds: float = 1.5, least: int = 30) -> dict[str, float]:
-    """Median seconds per step: one step of each contender in turn, so that noise of the machine meets all alike."""
+def interleaved(steps: Mapping[str, Step], *, seconds: float = 1.5, least: int = 30) -> tuple[dict[str, float], float]:
+    """Median seconds per step, and the worst ratio of the upper to the lower quartile.
+
+    One step of each contender in turn, so that noise of the machine meets all alike.
+    """
     for step in steps.values():
         for _ in range(5):
             step()
@@ -115,7 +119,8 @@ def interleaved(steps: Mapping[str, Step], *, seconds: float = 1.5, least: int =
             step()
             times[name].append(time.perf_counter() - start)
         order = [*order[1:], order[0]]
-    return {name: statistics.median(values) for name, values in times.items()}
+    quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
+    return {name: q[1] for name, q in quartiles.items()}, max(q[2] / q[0] for q in quartiles.values())
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,12 @@ class Result:
     error: float
     tolerance: float
     target: float | None
+    spread: float = 1.0  # worst ratio of the upper to the lower quartile of the times
+
+    @property
+    def noisy(self) -> bool:
+        """Whether something else kept the machine busy: the figures are then worth little."""
+        return self.spread > NOISY
 
     @property
     def matches(self) -> bool:
@@ -147,5 +158,5 @@ def run(
     tolerance: float = 1e-4,
 ) -> Result:
     error = worst_error(steps)
-    timed = interleaved(steps, seconds=seconds) if error <= tolerance else {}
-    return Result(label, timed, error, tolerance, target)
+    timed, spread = interleaved(steps, seconds=seconds) if error <= tolerance else ({}, 1.0)
+    return Result(label, timed, error, tolerance, target, spread)

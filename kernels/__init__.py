@@ -1,7 +1,7 @@
 """Triton kernels, one file per op, registered under the schemas of the C++ extension.
 
-``fastmod::<op>_forward.triton`` and ``..._backward.triton`` always lead here; where the extension has no CUDA kernels, so
-do the plain overloads on CUDA tensors, and a GPU needs no nvcc. Importing this package needs triton.
+``fastmod::<op>_forward.triton`` and ``..._backward.triton`` always lead here; where the extension has no CUDA kernels,
+so do the plain overloads on CUDA tensors, and a GPU needs no nvcc. Importing this package needs triton.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable
 
 import torch
-
-from fastmod import _extension
 from fastmod.kernels.gated_residual import gated_residual_backward, gated_residual_forward
 from fastmod.kernels.mfnnr import mfnnr_backward, mfnnr_forward
 from fastmod.kernels.multiplex import multiplex_backward, multiplex_forward
 from fastmod.kernels.range_penalty import range_penalty_backward, range_penalty_forward
+
+from fastmod import _extension
 
 LAUNCHERS: dict[str, Callable[..., object]] = {
     "multiplex_forward": multiplex_forward,

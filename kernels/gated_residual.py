@@ -8,26 +8,29 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from fastmod.kernels._common import OPTIONS, compute_type, excess, guard, row_tile, sigmoid, split_rows
 from torch import Tensor
 
-from fastmod.kernels._common import OPTIONS, compute_type, excess, guard, row_tile, sigmoid
 from fastmod.ops._checks import compute_dtype
 
 
 @triton.jit
 def gate_rows(
-    x_ptr, new_ptr, gate_ptr, out_ptr, copy_ptr, rows, mask, new_stride, gate_stride, threshold, N, D,
+    x_ptr, new_ptr, gate_ptr, out_ptr, copy_ptr, start, local, mask, new_stride, gate_stride, threshold, N, D,
     PENALTY: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of some rows; returns each row's share of the penalty. ``copy_ptr`` receives raw gates."""
-    b = rows // N
-    n = rows % N
+    """Write the outputs of rows ``start + local``; returns each row's share of the penalty.
+
+    ``copy_ptr``, if given, receives the raw gates in its own dtype.
+    """
+    rows = start + local
+    b, n = split_rows(start, local, N)
     t = tl.load(gate_ptr + b * gate_stride + n, mask=mask, other=0.0).to(CT)
     if copy_ptr is not None:
         tl.store(copy_ptr + rows, t, mask=mask)
     s = sigmoid(t)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    for d0 in range(0, D, BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)
         tile = mask[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + rows[:, None] * D + d[None, :], mask=tile, other=0.0).to(CT)
         new = tl.load(new_ptr + (b * new_stride + n * D)[:, None] + d[None, :], mask=tile, other=0.0).to(CT)
@@ -47,10 +50,10 @@ def forward_kernel(
     PENALTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
-    rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
+    local = tl.arange(0, BLOCK_R)
     squares = gate_rows(
-        x_ptr, new_ptr, gate_ptr, out_ptr, copy_ptr, rows, rows < R, new_stride, gate_stride,
-        tl.full([], threshold, CT), N, D, PENALTY, BLOCK_D, CT,
+        x_ptr, new_ptr, gate_ptr, out_ptr, copy_ptr, pid * BLOCK_R, local, pid * BLOCK_R + local < R, new_stride,
+        gate_stride, tl.full([], threshold, CT), N, D, PENALTY, BLOCK_D, CT,
     )  # fmt: skip
     if PENALTY:
         tl.store(partials_ptr + pid, tl.sum(squares, axis=0))
@@ -69,15 +72,14 @@ def backward_kernel(
     pid = tl.program_id(0).to(tl.int64)
     rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < R
-    b = rows // N
-    n = rows % N
+    b, n = split_rows(pid * BLOCK_R, tl.arange(0, BLOCK_R), N)
     t = tl.load(gate_ptr + b * gate_stride + n, mask=mask, other=0.0).to(CT)
     s = sigmoid(t)
     # As autograd sums it: the difference of two sums, not the sum of differences, for the same infinities.
     taken = tl.zeros(rows.shape, CT)
     kept = tl.zeros(rows.shape, CT)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    for d0 in range(0, D, BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)
         tile = mask[:, None] & (d < D)[None, :]
         at = rows[:, None] * D + d[None, :]
         at_new = (b * new_stride + n * D)[:, None] + d[None, :]

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from fastmod.kernels import gated_residual, multiplex
 from fastmod.kernels._common import OPTIONS, compute_type, guard, key, routing_args, row_tile, temperature
 from fastmod.kernels.gated_residual import gate_rows
 from fastmod.kernels.multiplex import route_rows
+from torch import Tensor
+
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.mfnnr import BATCH_TILE, LEAKY_SLOPE, NO_PENALTY, saved_rows
 
@@ -30,7 +30,7 @@ SLOPE = tl.constexpr(LEAKY_SLOPE)
 FUSED_HIDDEN = 128
 #: Batch elements, output features and input features per step of a layer. 16 is the least that tl.dot takes; few
 #: batch elements per program put a batch of 128 on eight multiprocessors.
-LAYER_TILE = {"BLOCK_B": 16, "BLOCK_O": 64, "BLOCK_K": 32}
+LAYER_TILE = {"BLOCK_B": 16, "BLOCK_O": 32, "BLOCK_K": 32}
 LAYER_TILE_FP64 = {"BLOCK_B": 16, "BLOCK_O": 32, "BLOCK_K": 16}
 LEAKY_BLOCK = 1024
 
@@ -109,12 +109,12 @@ def route_kernel(
     seed = key(seed_ptr, seed_value)
     limit = tl.full([], threshold, CT)
     squares = tl.zeros([BLOCK_R], CT)
+    first = pid * BLOCK_B * N
     for start in range(0, BLOCK_B * N, BLOCK_R):
         local = start + tl.arange(0, BLOCK_R)
-        rows = pid * BLOCK_B * N + local
         squares += route_rows(
-            x_ptr, outs[len(WIDTHS) - 1], routed_ptr, logits_ptr, rows, (local < BLOCK_B * N) & (rows < B * N), tau,
-            seed, limit, M, N, D, MODE, PENALTY, BLOCK_D, CT,
+            x_ptr, outs[len(WIDTHS) - 1], routed_ptr, logits_ptr, first, local,
+            (local < BLOCK_B * N) & (first + local < B * N), tau, seed, limit, M, N, D, MODE, PENALTY, BLOCK_D, CT,
         )  # fmt: skip
     if PENALTY:
         tl.store(partials_ptr + pid, tl.sum(squares, axis=0))
@@ -133,13 +133,13 @@ def update_kernel(
     fnn(routed_ptr, x_ptr, params, outs, batch, batch < B, N * D, CONTEXT, WIDTHS, BLOCK_O, BLOCK_K, CT)
     limit = tl.full([], threshold, CT)
     squares = tl.zeros([BLOCK_R], CT)
+    first = pid * BLOCK_B * N
     new_ptr = outs[len(WIDTHS) - 1]
     for start in range(0, BLOCK_B * N, BLOCK_R):
         local = start + tl.arange(0, BLOCK_R)
-        rows = pid * BLOCK_B * N + local
         squares += gate_rows(
-            routed_ptr, new_ptr, new_ptr + N * D, out_ptr, gate_ptr, rows, (local < BLOCK_B * N) & (rows < B * N),
-            N * D + N, N * D + N, limit, N, D, PENALTY, BLOCK_D, CT,
+            routed_ptr, new_ptr, new_ptr + N * D, out_ptr, gate_ptr, first, local,
+            (local < BLOCK_B * N) & (first + local < B * N), N * D + N, N * D + N, limit, N, D, PENALTY, BLOCK_D, CT,
         )  # fmt: skip
     if PENALTY:
         tl.store(partials_ptr + pid, tl.sum(squares, axis=0))
@@ -273,9 +273,7 @@ def _forward_wide(
     return None if first is None or second is None else torch.cat([first, second])
 
 
-def _widen(
-    x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def _widen(x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Everything in the compute dtype, for torch's GEMMs; the fused kernels widen as they load."""
     wide = compute_dtype(x)
     return x.to(wide), [p.to(wide) for p in route], [p.to(wide) for p in update]
@@ -299,9 +297,7 @@ def mfnnr_forward(
     n = route[-1].shape[0] // m
     batch = x.shape[:-2].numel()
     wide = compute_dtype(x)
-    out, logits, gate = (
-        torch.empty((*lead, *size), dtype=x.dtype, device=x.device) for size in ((n, d), (m, n), (n,))
-    )
+    out, logits, gate = (torch.empty((*lead, *size), dtype=x.dtype, device=x.device) for size in ((n, d), (m, n), (n,)))
     if batch == 0:
         return out, torch.zeros((), dtype=wide, device=x.device), logits, gate, x.new_empty(0, dtype=wide)
     padded = triton.cdiv(batch, BATCH_TILE) * BATCH_TILE

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from fastmod.kernels._common import (
     OPTIONS,
     SOFTMAX,
@@ -21,24 +19,28 @@ from fastmod.kernels._common import (
     row_tile,
     scaled_logit,
     soft_weight,
+    split_rows,
     temperature,
 )
+from torch import Tensor
+
 from fastmod.ops._checks import compute_dtype
 
 
 @triton.jit
 def route_rows(
-    blocks_ptr, logits_ptr, out_ptr, copy_ptr, rows, mask, tau, seed, threshold, M, N, D,
+    blocks_ptr, logits_ptr, out_ptr, copy_ptr, start, local, mask, tau, seed, threshold, M, N, D,
     MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of some rows; returns each row's share of the penalty over the logits."""
-    b = rows // N
-    base = b * M * N + rows % N
+    """Write the outputs of rows ``start + local``; returns each row's share of the penalty over the logits."""
+    rows = start + local
+    b, n = split_rows(start, local, N)
+    base = b * M * N + n
     best, total, index, squares = column_stats(
         logits_ptr, copy_ptr, base, mask, tau, seed, threshold, M, N, MODE, PENALTY, CT
     )
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    for d0 in range(0, D, BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)
         tile = mask[:, None] & (d < D)[None, :]
         acc = tl.zeros([rows.shape[0], BLOCK_D], CT)
         for m in range(M):
@@ -61,10 +63,11 @@ def forward_kernel(
 ):  # fmt: skip
     """Outputs of BLOCK_R rows, and with PENALTY one partial sum per program."""
     pid = tl.program_id(0).to(tl.int64)
-    rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
+    local = tl.arange(0, BLOCK_R)
     squares = route_rows(
-        blocks_ptr, logits_ptr, out_ptr, copy_ptr, rows, rows < R, temperature(tau_ptr, tau_value, CT),
-        key(seed_ptr, seed_value), tl.full([], threshold, CT), M, N, D, MODE, PENALTY, BLOCK_D, CT,
+        blocks_ptr, logits_ptr, out_ptr, copy_ptr, pid * BLOCK_R, local, pid * BLOCK_R + local < R,
+        temperature(tau_ptr, tau_value, CT), key(seed_ptr, seed_value), tl.full([], threshold, CT), M, N, D,
+        MODE, PENALTY, BLOCK_D, CT,
     )  # fmt: skip
     if PENALTY:
         tl.store(partials_ptr + pid, tl.sum(squares, axis=0))
@@ -74,8 +77,8 @@ def forward_kernel(
 def row_dot(grad_ptr, blocks_ptr, grad_base, block_base, mask, D, BLOCK_D: tl.constexpr, CT: tl.constexpr):
     """``sum_d grad[row, d] * blocks[row, d]``."""
     acc = tl.zeros(grad_base.shape, CT)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    for d0 in range(0, D, BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)
         tile = mask[:, None] & (d < D)[None, :]
         g = tl.load(grad_ptr + grad_base[:, None] + d[None, :], mask=tile, other=0.0).to(CT)
         x = tl.load(blocks_ptr + block_base[:, None] + d[None, :], mask=tile, other=0.0).to(CT)
@@ -101,8 +104,8 @@ def backward_logits_kernel(
     tau = temperature(tau_ptr, tau_value, CT)
     seed = key(seed_ptr, seed_value)
     limit = tl.full([], threshold, CT)
-    b = rows // N
-    base = b * M * N + rows % N
+    b, n = split_rows(pid * BLOCK_R, tl.arange(0, BLOCK_R), N)
+    base = b * M * N + n
     best, total, index, _ = column_stats(logits_ptr, None, base, mask, tau, seed, limit, M, N, MODE, False, CT)
     mean = tl.zeros(rows.shape, CT)
     for m in range(M):
@@ -136,9 +139,9 @@ def backward_blocks_kernel(
     pid = tl.program_id(0).to(tl.int64)
     rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < R
-    b = rows // M
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    b, _ = split_rows(pid * BLOCK_R, tl.arange(0, BLOCK_R), M)
+    for d0 in range(0, D, BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)
         tile = mask[:, None] & (d < D)[None, :]
         out = rows[:, None] * D + d[None, :]
         acc = tl.zeros([BLOCK_R, BLOCK_D], CT)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from fastmod.kernels._common import OPTIONS, compute_type, excess, guard
 from torch import Tensor
 
-from fastmod.kernels._common import OPTIONS, compute_type, excess, guard
 from fastmod.ops._checks import compute_dtype
 
 BLOCK = 1024

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fastmod import _extension, backend, cli, doctor, race
@@ -124,13 +125,14 @@ def small_race(monkeypatch: pytest.MonkeyPatch) -> None:
         race.SMFRCase((3, 2, 4, 3, 1), 5, threshold=0.1),
     )
     monkeypatch.setattr(race, "SMFR_CASES", cases)
+    monkeypatch.setattr(cli, "console", Console(width=120))
 
 
 @pytest.mark.usefixtures("small_race")
 def test_race() -> None:
     result = run(cli.app, ["race", "--seconds", "0.01"])
     assert result.exit_code == 0, result.output
-    assert result.output.count("yes (") == 2
+    assert result.output.count("yes ") == 2
     assert "3,2,4 w3 d1 h6 B5" in result.output
 
 
@@ -139,5 +141,5 @@ def test_race_gives_no_figure_for_wrong_results(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(race.plain, "multiplex", lambda blocks, logits: logits.sigmoid().mT @ blocks)
     result = run(cli.app, ["race", "--seconds", "0.01"])
     assert result.exit_code == 1
-    assert result.output.count("NO (") == 2
+    assert result.output.count("NO ") == 2
     assert "yes" not in result.output

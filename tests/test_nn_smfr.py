@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import fastmod
 from fastmod import ops, plain
@@ -43,6 +44,11 @@ TABLE_6 = [
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with fastmod.use_backend(request.param):
         yield request.param
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
 
 
 def small(mode: str = "softmax", **options: object) -> SMFR:
@@ -337,6 +343,20 @@ def test_gumbel_is_the_same_on_both_backends() -> None:
         loss.backward()
         results.append({"loss": loss.detach(), **gradients(model)})
     assert_same(*results)
+
+
+def test_parametrised_and_pruned_layers(backend: str) -> None:
+    model, expected = small(), small()
+    with torch.no_grad():
+        expected.stack[0].route[0].weight.mul_(2)
+        expected.stack[0].update[0].weight[:, 0] = 0
+    parametrize.register_parametrization(model.stack[0].route[0], "weight", Double())
+    mask = torch.ones_like(model.stack[0].update[0].weight)
+    mask[:, 0] = 0
+    prune.custom_from_mask(model.stack[0].update[0], "weight", mask)
+    torch.testing.assert_close(model(batch(6)), expected(batch(6)))
+    loss_of(model, batch(6)).backward()
+    assert model.stack[0].route[0].parametrizations.weight.original.grad is not None
 
 
 # --- penalty and routing

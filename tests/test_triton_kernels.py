@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastmod import noise
+from fastmod import _extension, backend, noise
 from fastmod.ops import gated_residual, mfnnr, multiplex, range_penalty  # noqa: F401 - loads the submodules
 from fastmod.ops._checks import compute_dtype
 
@@ -26,7 +26,12 @@ if importlib.util.find_spec("triton") is None:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # numpy tells of every overflow in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+
+
+def interpreted(test: Callable[..., None]) -> Callable[..., None] | None:
+    """Marks a case for the interpreter's process; elsewhere it does not exist."""
+    return test if INTERPRETED else None
+
 
 gated_residual_op = sys.modules["fastmod.ops.gated_residual"]
 mfnnr_op = sys.modules["fastmod.ops.mfnnr"]
@@ -47,10 +52,12 @@ if not INTERPRETED:
         assert done.returncode == 0, done.stdout + done.stderr
 
 else:
-    from fastmod import kernels
     from fastmod.kernels._common import uniform
     from fastmod.kernels.mfnnr import sections
 
+    from fastmod import kernels
+
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN: what a kernel leaves unwritten shows
 
 
 def close(name: str, got: Tensor, plain: Tensor, exact: Tensor, allow: float = 8.0) -> None:
@@ -63,23 +70,20 @@ def close(name: str, got: Tensor, plain: Tensor, exact: Tensor, allow: float = 8
     assert got.is_contiguous(), f"{name}: not contiguous"
     if exact.numel() == 0:
         return
+    dtype = got.dtype
     got, plain, exact = got.double(), plain.double(), exact.double()
     odd = ~torch.isfinite(plain)
     torch.testing.assert_close(got[odd], plain[odd], equal_nan=True, msg=lambda m: f"{name}, not finite: {m}")
     if odd.all():
         return
     got, plain, exact = got[~odd], plain[~odd], exact[~odd]
-    dtype = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}.get(CURRENT[0])
-    wide = 2.0**-52 if CURRENT[0] == torch.float64 else 2.0**-23
+    wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     scale = exact.abs().max().item()
     bound = 2 * (plain - exact).abs().max().item() + allow * wide * scale + 1e-30
     if dtype == torch.bfloat16:
-        bound += 2.0**-7 * scale
+        bound += torch.finfo(dtype).eps * scale
     error = (got - exact).abs().max().item()
     assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g} at scale {scale:.3g}"
-
-
-CURRENT = [torch.float32]  # the dtype under test, for `close`
 
 
 def generator(seed: int) -> torch.Generator:
@@ -117,7 +121,6 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[A
 def check_multiplex(
     blocks: Tensor, logits: Tensor, grad: Tensor, mode: int, tau: Tensor | None, tau_value: float = 1.0
 ) -> None:
-    CURRENT[0] = blocks.dtype
     seed = torch.tensor(-(2**62) + 12345) if mode == GUMBEL else None
     inputs = [blocks, logits] + ([] if tau is None else [tau])
 
@@ -249,17 +252,14 @@ def test_noise_is_that_of_the_contract(seed: int, start: int) -> None:
     assert torch.equal(out, ((word >> 9).double() + 0.5) * 2.0**-23)
     if start == 0:
         size = torch.Size([8])
-        assert torch.equal(
-            out, noise.uniform(key, size, stream=0, dtype=torch.float64, device=torch.device("cpu"))
-        )
+        assert torch.equal(out, noise.uniform(key, size, stream=0, dtype=torch.float64, device=torch.device("cpu")))
 
 
 @interpreted
 def test_seed_by_pointer_is_seed_by_value() -> None:
+    import triton.language as tl
     from fastmod.kernels._common import OPTIONS
     from fastmod.kernels.multiplex import forward_kernel
-
-    import triton.language as tl
 
     blocks, logits = normal((2, 5, 3), torch.float32, 0), normal((2, 5, 4), torch.float32, 1)
     seed = torch.tensor(2**40 + 7)
@@ -277,8 +277,6 @@ def test_seed_by_pointer_is_seed_by_value() -> None:
 
 
 def check_gated_residual(x: Tensor, new: Tensor, gate: Tensor, grad: Tensor) -> None:
-    CURRENT[0] = x.dtype
-
     def reference(x: Tensor, new: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
         out = gated_residual_op.reference(x, new, gate)
         wide = compute_dtype(out)
@@ -328,8 +326,6 @@ def test_gated_residual_empty(shape: tuple[int, ...]) -> None:
 
 
 def check_range_penalty(logits: list[Tensor], threshold: float) -> None:
-    CURRENT[0] = logits[0].dtype
-
     def reference(*logits: Tensor) -> tuple[Tensor, Tensor]:
         out = range_penalty_op.reference(logits, threshold)
         return out, out * 0.3
@@ -347,7 +343,9 @@ def check_range_penalty(logits: list[Tensor], threshold: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threshold", [20.0, 0.0, 0.1])
 def test_range_penalty(dtype: torch.dtype, threshold: float) -> None:
-    check_range_penalty([normal((3, 5, 7), dtype, 0, 25), normal((1100,), dtype, 1, 25), normal((), dtype, 2)], threshold)
+    check_range_penalty(
+        [normal((3, 5, 7), dtype, 0, 25), normal((1100,), dtype, 1, 25), normal((), dtype, 2)], threshold
+    )
 
 
 @interpreted
@@ -409,7 +407,6 @@ class Case:
         use_out: bool = True,
         use_penalty: bool = True,
     ) -> None:
-        CURRENT[0] = self.dtype
         wide = compute_dtype(self.x)
         seed = torch.tensor(99) if mode == GUMBEL else None
         tau_value = 0.7
@@ -419,9 +416,7 @@ class Case:
         def reference(x: Tensor, *rest: Tensor) -> tuple[Any, Tensor]:
             route, update = rest[: len(self.route)], rest[len(self.route) : len(params)]
             temperature = None if tau is None else rest[-1]
-            result = mfnnr_op.reference(
-                x, route, update, temperature, tau_value, seed, mode, self.context, threshold
-            )
+            result = mfnnr_op.reference(x, route, update, temperature, tau_value, seed, mode, self.context, threshold)
             loss = 0.0 * result.out.to(compute_dtype(x)).nan_to_num().sum()
             if use_out:
                 loss = loss + (result.out.to(compute_dtype(x)) * self.grad.to(compute_dtype(x))).sum()
@@ -584,3 +579,18 @@ def test_repeats_are_bit_equal() -> None:
         results.append(out + kernels.mfnnr_backward(case.grad, torch.tensor(1.0), *arguments, saved, True, True))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@interpreted
+def test_registered_under_the_schemas() -> None:
+    if not _extension.LOADED:
+        pytest.skip("the schemas are in the extension, which is not built")
+    assert _extension.triton_ops() == frozenset(backend.OPS)
+    for name in kernels.LAUNCHERS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}.triton", "CPU"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}.triton", "CUDA"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}", "CUDA"), name
+    blocks, logits = normal((2, 3, 4), torch.float32, 0), normal((2, 3, 5), torch.float32, 1)
+    with backend.use_backend("triton"):
+        out = multiplex(blocks, logits, mode="gumbel", seed=3)
+    assert torch.equal(out, kernels.multiplex_forward(blocks, logits, None, 1.0, torch.tensor(3), GUMBEL))

@@ -7,5 +7,9 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "cpu/kernels.h"
 #include "philox.h"

@@ -1,6 +1,6 @@
 // The CPU kernels as plain functions on raw pointers, once per instruction set; torch-free. isa.cpp picks at run time.
 //
-// All of them work on tiles of kTile batch elements in "batch-last" layout: a row is one feature, its kTile columns are
+// An MFNNR works on tiles of kTile batch elements in "batch-last" layout: a row is one feature, its kTile columns are
 // the batch elements. Every vector then holds one feature of many elements, so odd block sizes waste no lanes, a
 // softmax over blocks needs no shuffles, and nn.Linear weights are read as they are, without packing.
 #pragma once
@@ -36,7 +36,7 @@ struct MultiplexArgs {
   T* out;           // [B, N, D], forward only
   T* grad_blocks;   // [B, M, D]
   T* grad_logits;   // [B, M, N]
-  double* grad_tau; // [tiles]
+  bool need_tau;
 };
 
 template <typename T>
@@ -88,8 +88,8 @@ template <typename T>
 struct KernelTable {
   // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
   int64_t (*multiplex_scratch)(const BlockSizes&);
-  void (*multiplex_forward)(const MultiplexArgs<T>&, int64_t tile, T* scratch);
-  void (*multiplex_backward)(const MultiplexArgs<T>&, int64_t tile, T* scratch);
+  void (*multiplex_forward)(const MultiplexArgs<T>&, int64_t begin, int64_t end, T* scratch);
+  double (*multiplex_backward)(const MultiplexArgs<T>&, int64_t begin, int64_t end, T* scratch);  // gradient of tau
   void (*gated_residual_forward)(const GatedResidualArgs<T>&, int64_t begin, int64_t end);
   void (*gated_residual_backward)(const GatedResidualArgs<T>&, int64_t begin, int64_t end);
   double (*range_penalty_forward)(const T* logits, int64_t count, double threshold);

@@ -197,6 +197,16 @@ InputSource<T> input_source(const MfnnrArgs<T>& args, const WeightGradUnit& unit
   return {nullptr, args.x + unit.column - routed};
 }
 
+template <typename T>
+T sum_row(const T* row, int64_t count) {
+  Vec<T> sum{};
+  for (int64_t at = 0; at < count; at += kLanes<T>)
+    sum += load_first(row + at, std::min<int64_t>(kLanes<T>, count - at));
+  T total = 0;
+  for (int i = 0; i < kLanes<T>; ++i) total += sum[i];
+  return total;
+}
+
 // grad_weight[:, columns of the unit] and, with the first columns, grad_bias.
 template <typename T>
 void mfnnr_weight_grad(const MfnnrArgs<T>& args, const WeightGradUnit& unit, T* panel) {
@@ -204,7 +214,6 @@ void mfnnr_weight_grad(const MfnnrArgs<T>& args, const WeightGradUnit& unit, T* 
   const InputSource<T> source = input_source(args, unit);
   const int64_t inputs = args.size.m * args.size.d;
   if (unit.column == 0) std::fill(layer.grad_bias, layer.grad_bias + layer.out, T(0));
-  std::fill(panel, panel + kTile * kTile, T(0));  // columns past the unit's are read as whole vectors
   for (int64_t tile = 0; tile < tiles(args.size.batch); ++tile) {
     const int64_t first = tile * kTile, count = std::min(kTile, args.size.batch - first);
     const T* grads = args.grads + (tile * args.grad_rows + layer.grad_row) * kTile;
@@ -217,10 +226,6 @@ void mfnnr_weight_grad(const MfnnrArgs<T>& args, const WeightGradUnit& unit, T* 
     gemm<T>(layer.out, unit.columns, count, {grads, kTile, 1}, panel, kTile, layer.grad_weight + unit.column,
             layer.in, {.accumulate = tile > 0});
     if (unit.column == 0)
-      for (int64_t o = 0; o < layer.out; ++o) {
-        T sum = 0;
-        for (int64_t r = 0; r < count; ++r) sum += grads[o * kTile + r];
-        layer.grad_bias[o] += sum;
-      }
+      for (int64_t o = 0; o < layer.out; ++o) layer.grad_bias[o] += sum_row(grads + o * kTile, count);
   }
 }

@@ -13,9 +13,13 @@ BlockSizes sizes_of(const Tensor& blocks, const Tensor& logits) {
   return {leading_size(blocks, 2), blocks.size(-2), logits.size(-1), blocks.size(-1)};
 }
 
-// A rough count: one vector product a cycle, transposes and exponentials.
-double cycles_per_tile(const BlockSizes& s) {
-  return double(kTile) * (s.m * s.n * s.d / 12.0 + (s.m * s.d + s.n * s.d) * 0.5 + s.m * s.n * 2.0);
+constexpr int64_t kElementsEach = 64;  // batch elements that one call of the kernel takes
+
+int64_t pieces(const BlockSizes& s) { return (s.batch + kElementsEach - 1) / kElementsEach; }
+
+// A rough count: products, exponentials, the passes over memory.
+double cycles_per_piece(const BlockSizes& s) {
+  return double(kElementsEach) * (100 + s.m * s.n * s.d / 12.0 + (s.m * s.d + s.n * s.d) * 0.2 + s.m * s.n);
 }
 
 Tensor multiplex_forward(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
@@ -31,8 +35,11 @@ Tensor multiplex_forward(const Tensor& blocks, const Tensor& logits, const Optio
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
     MultiplexArgs<T> args{size, routing, b.const_data_ptr<T>(), l.const_data_ptr<T>(), nullptr, out.data_ptr<T>()};
-    for_each<T>(tiles(size.batch), cycles_per_tile(size), kernel.multiplex_scratch(size), blocks,
-                [&](int64_t tile, T* scratch) { kernel.multiplex_forward(args, tile, scratch); });
+    for_each<T>(pieces(size), cycles_per_piece(size), kernel.multiplex_scratch(size), blocks,
+                [&](int64_t piece, T* scratch) {
+                  const int64_t begin = piece * kElementsEach;
+                  kernel.multiplex_forward(args, begin, std::min(size.batch, begin + kElementsEach), scratch);
+                });
   });
   return out.to(blocks.scalar_type());
 }
@@ -51,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad, const 
             at::zeros({}, wide)};
   const Tensor g = readable(grad), b = readable(blocks), l = readable(logits);
   const Tensor grad_blocks = empty_wide(blocks.sizes(), blocks), grad_logits = empty_wide(logits.sizes(), logits);
-  std::vector<double> grad_tau(tiles(size.batch));
+  std::vector<double> grad_tau(pieces(size));
   with_compute_type(blocks, [&](auto zero) {
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
@@ -63,9 +70,13 @@ std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad, const 
                           nullptr,
                           grad_blocks.data_ptr<T>(),
                           grad_logits.data_ptr<T>(),
-                          grad_tau.data()};
-    for_each<T>(tiles(size.batch), 2.5 * cycles_per_tile(size), kernel.multiplex_scratch(size), blocks,
-                [&](int64_t tile, T* scratch) { kernel.multiplex_backward(args, tile, scratch); });
+                          tau.has_value()};
+    for_each<T>(pieces(size), 2.5 * cycles_per_piece(size), kernel.multiplex_scratch(size), blocks,
+                [&](int64_t piece, T* scratch) {
+                  const int64_t begin = piece * kElementsEach;
+                  grad_tau[piece] =
+                      kernel.multiplex_backward(args, begin, std::min(size.batch, begin + kElementsEach), scratch);
+                });
   });
   return {grad_blocks.to(blocks.scalar_type()), grad_logits.to(logits.scalar_type()),
           at::scalar_tensor(sum_in_order(grad_tau), wide)};

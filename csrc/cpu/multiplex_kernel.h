@@ -67,63 +67,69 @@ void lane_gemm(int64_t rows, int64_t columns, int64_t depth, Lanes<const T> a, L
 
 inline int64_t vectors_for(int64_t count, int lanes) { return (count + lanes - 1) / lanes; }
 
-// z = (logits + gumbel) / tau for a tile. Noise element b * M*N + i belongs to logit i of batch element b.
+// Noise of `count` consecutive logits from index `start` on: word i % 4 of group i / 4.
 template <typename T>
-void scaled_logits(const Routing& routing, int64_t first, int64_t count, int64_t logits_count, const T* logits, T* z,
-                   T* noise) {
-  constexpr int lanes = kLanes<T>;
-  const T tau = T(routing.tau);
-  const bool gumbel = routing.mode == Mode::kGumbel;
-  if (gumbel) {
-    for (int64_t column = 0; column < count; ++column) {
-      const uint64_t start = uint64_t(first + column) * uint64_t(logits_count);
-      PhiloxWords words{};
-      for (int64_t i = 0; i < logits_count; ++i) {
-        const uint64_t element = start + i;
-        if (i == 0 || element % 4 == 0) words = philox_group(routing.seed, element / 4, kStreamMultiplex);
-        noise[i * kTile + column] = uniform_from_word<T>(words.word[element % 4]);
-      }
-    }
-    for (int64_t i = 0; i < logits_count; ++i)  // a harmless value for the columns past the batch
-      std::fill(noise + i * kTile + count, noise + (i + 1) * kTile, T(0.5));
+void uniforms(int64_t seed, uint64_t start, int64_t count, T* target, int64_t stride) {
+  PhiloxWords words{};
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t element = start + i;
+    if (i == 0 || element % 4 == 0) words = philox_group(seed, element / 4, kStreamMultiplex);
+    target[i * stride] = uniform_from_word<T>(words.word[element % 4]);
   }
-  for (int64_t i = 0; i < logits_count; ++i)
-    for (int64_t v = 0; v < vectors_for(count, lanes); ++v) {
-      const int64_t at = i * kTile + v * lanes;
-      Vec<T> value = load(logits + at);
-      if (gumbel) value = value - vlog(-vlog(load(noise + at)));
-      store(z + at, value / tau);
-    }
 }
 
-// Softmax over M of z [M, N] for one vector of batch elements, rows kTile apart; `hard` gets the weights of the forward.
 template <typename T>
-FASTMOD_INLINE void softmax_columns(int64_t m, int64_t n, bool pick, const T* z, T* soft, T* hard) {
-  for (int64_t j = 0; j < n; ++j) {
-    const int64_t step = n * kTile;
-    const T* column = z + j * kTile;
-    Vec<T> top = load(column);
-    Vec<T> where{};
-    for (int64_t i = 1; i < m; ++i) {
-      const Vec<T> value = load(column + i * step);
-      where = value > top ? splat(T(i)) : where;
-      top = maximum<T>(top, value);
-    }
-    Vec<T> sum{};
-    for (int64_t i = 0; i < m; ++i) {
-      const Vec<T> e = vexp(load(column + i * step) - top);
-      store(soft + j * kTile + i * step, e);
-      sum += e;
-    }
-    const Vec<T> scale = T(1) / sum;
-    for (int64_t i = 0; i < m; ++i) {
-      const Vec<T> w = load(soft + j * kTile + i * step) * scale;
-      store(soft + j * kTile + i * step, w);
-      // w - w is 0, or NaN where the softmax is NaN: a NaN never turns into a confident pick.
-      if (pick) store(hard + j * kTile + i * step, (where == T(i) ? splat(T(1)) : Vec<T>{}) + (w - w));
-    }
+FASTMOD_INLINE Vec<T> add_gumbel(Vec<T> value, Vec<T> uniform) {
+  return value - vlog(-vlog(uniform));
+}
+
+// Softmax over m entries `step` apart, a vector at a time; `hard` gets the weights of a straight-through forward.
+template <typename T>
+FASTMOD_INLINE void softmax_column(int64_t m, int64_t step, bool pick, const T* z, T* soft, T* hard) {
+  Vec<T> top = load(z);
+  Vec<T> where{};
+  for (int64_t i = 1; i < m; ++i) {
+    const Vec<T> value = load(z + i * step);
+    where = value > top ? splat(T(i)) : where;
+    top = maximum<T>(top, value);
+  }
+  Vec<T> sum{};
+  for (int64_t i = 0; i < m; ++i) {
+    const Vec<T> e = vexp(load(z + i * step) - top);
+    store(soft + i * step, e);
+    sum += e;
+  }
+  const Vec<T> scale = T(1) / sum;
+  for (int64_t i = 0; i < m; ++i) {
+    const Vec<T> w = load(soft + i * step) * scale;
+    store(soft + i * step, w);
+    // w - w is 0, or NaN where the softmax is NaN: a NaN never turns into a confident pick.
+    if (pick) store(hard + i * step, (where == T(i) ? splat(T(1)) : Vec<T>{}) + (w - w));
   }
 }
+
+// Turns the gradient of the weights into that of the logits, in place; returns that of tau, lane by lane.
+template <typename T>
+FASTMOD_INLINE Vec<T> softmax_column_backward(int64_t m, int64_t step, T inverse_tau, const T* z, const T* soft,
+                                              T* grad) {
+  Vec<T> mean{}, along_tau{};
+  for (int64_t i = 0; i < m; ++i) mean += load(soft + i * step) * load(grad + i * step);
+  for (int64_t i = 0; i < m; ++i) {
+    const Vec<T> g = load(soft + i * step) * (load(grad + i * step) - mean) * inverse_tau;
+    along_tau -= g * load(z + i * step);
+    store(grad + i * step, g);
+  }
+  return along_tau;
+}
+
+template <typename T>
+FASTMOD_INLINE double sum_first(Vec<T> v, int64_t count) {
+  double total = 0;
+  for (int64_t i = 0; i < std::min<int64_t>(kLanes<T>, count); ++i) total += double(v[i]);
+  return total;
+}
+
+// ---- inside an MFNNR: batch-last tiles, a vector holds one logit of many batch elements
 
 // Scratch of the routing of one tile, all [M*N, kTile].
 template <typename T>
@@ -138,23 +144,31 @@ struct RoutingScratch {
 template <typename T>
 const T* route_weights(const BlockSizes& s, const Routing& routing, int64_t first, int64_t count, const T* logits,
                        const RoutingScratch<T>& scratch) {
-  const bool pick = routing.mode != Mode::kSoftmax;
-  scaled_logits(routing, first, count, s.m * s.n, logits, scratch.z, scratch.soft);
-  for (int64_t v = 0; v < vectors_for(count, kLanes<T>); ++v) {
-    const int64_t at = v * kLanes<T>;
-    softmax_columns(s.m, s.n, pick, scratch.z + at, scratch.soft + at, scratch.hard + at);
+  const bool pick = routing.mode != Mode::kSoftmax, gumbel = routing.mode == Mode::kGumbel;
+  const int64_t entries = s.m * s.n;
+  if (gumbel) {  // `soft` holds the noise until the weights take its place
+    std::fill(scratch.soft, scratch.soft + entries * kTile, T(0.5));
+    for (int64_t column = 0; column < count; ++column)
+      uniforms(routing.seed, uint64_t(first + column) * uint64_t(entries), entries, scratch.soft + column, kTile);
   }
+  const T inverse_tau = T(1) / T(routing.tau);
+  for (int64_t i = 0; i < entries; ++i)
+    for (int64_t at = i * kTile; at < i * kTile + count; at += kLanes<T>) {
+      const Vec<T> value = load(logits + at);
+      store(scratch.z + at, (gumbel ? add_gumbel<T>(value, load(scratch.soft + at)) : value) * inverse_tau);
+    }
+  for (int64_t at = 0; at < count; at += kLanes<T>)
+    for (int64_t e = at; e < s.n * kTile + at; e += kTile)
+      softmax_column(s.m, s.n * kTile, pick, scratch.z + e, scratch.soft + e, scratch.hard + e);
   return pick ? scratch.hard : scratch.soft;
 }
 
 // routed [N*D] from blocks [M*D] and weights [M*N], tiles all
 template <typename T>
 void multiplex_tile(const BlockSizes& s, int64_t count, const T* blocks, const T* weights, T* routed) {
-  for (int64_t v = 0; v < vectors_for(count, kLanes<T>); ++v) {
-    const int64_t at = v * kLanes<T>;
+  for (int64_t at = 0; at < count; at += kLanes<T>)
     lane_gemm<T>(s.n, s.d, s.m, {weights + at, kTile, s.n * kTile}, {blocks + at, s.d * kTile, kTile},
                  {routed + at, s.d * kTile, kTile}, false);
-  }
 }
 
 // From the gradient of routed: writes grad_logits, writes or adds to grad_blocks (may be null); returns that of tau.
@@ -162,71 +176,108 @@ template <typename T>
 double multiplex_tile_backward(const BlockSizes& s, const Routing& routing, int64_t count, const T* blocks,
                                const T* grad_routed, const T* weights, const RoutingScratch<T>& scratch,
                                T* grad_logits, T* grad_blocks, bool accumulate) {
-  constexpr int lanes = kLanes<T>;
-  const T scale = T(1) / T(routing.tau);
+  const T inverse_tau = T(1) / T(routing.tau);
   double grad_tau = 0;
-  for (int64_t v = 0; v < vectors_for(count, lanes); ++v) {
-    const int64_t at = v * lanes;
+  for (int64_t at = 0; at < count; at += kLanes<T>) {
     lane_gemm<T>(s.m, s.n, s.d, {blocks + at, s.d * kTile, kTile}, {grad_routed + at, kTile, s.d * kTile},
                  {grad_logits + at, s.n * kTile, kTile}, false);
     if (grad_blocks)
       lane_gemm<T>(s.m, s.d, s.n, {weights + at, s.n * kTile, kTile}, {grad_routed + at, s.d * kTile, kTile},
                    {grad_blocks + at, s.d * kTile, kTile}, accumulate);
-    Vec<T> along_tau{};
-    for (int64_t j = 0; j < s.n; ++j) {
-      Vec<T> mean{};
-      for (int64_t i = 0; i < s.m; ++i) {
-        const int64_t e = (i * s.n + j) * kTile + at;
-        mean += load(scratch.soft + e) * load(grad_logits + e);
-      }
-      for (int64_t i = 0; i < s.m; ++i) {
-        const int64_t e = (i * s.n + j) * kTile + at;
-        const Vec<T> grad = load(scratch.soft + e) * (load(grad_logits + e) - mean) * scale;
-        along_tau -= grad * load(scratch.z + e);
-        store(grad_logits + e, grad);
-      }
-    }
-    for (int64_t i = 0; i < std::min<int64_t>(lanes, count - at); ++i) grad_tau += double(along_tau[i]);
+    for (int64_t e = at; e < s.n * kTile + at; e += kTile)
+      grad_tau += sum_first<T>(softmax_column_backward(s.m, s.n * kTile, inverse_tau, scratch.z + e, scratch.soft + e,
+                                                       grad_logits + e),
+                               count - at);
   }
   return grad_tau;
 }
 
+// ---- the op by itself: one batch element after the other, as it lies in memory
+
+// Rows of logits padded to whole vectors.
+template <typename T>
+int64_t padded(int64_t n) {
+  return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
+// z, soft, hard and grad [M, N padded], gradient transposed [D, N padded]
 template <typename T>
 int64_t multiplex_scratch(const BlockSizes& s) {
-  return RoutingScratch<T>::size(s) + (2 * s.m * s.d + 2 * s.m * s.n + s.n * s.d) * kTile;
+  return (4 * s.m + s.d) * padded<T>(s.n) + s.m * s.n + kLanes<T>;
 }
 
 template <typename T>
-void multiplex_forward(const MultiplexArgs<T>& args, int64_t tile, T* memory) {
+struct ElementScratch {
+  int64_t width;
+  T *z, *soft, *hard, *grad, *transposed, *noise;
+  ElementScratch(const BlockSizes& s, T* memory) : width(padded<T>(s.n)) {
+    z = memory;
+    soft = z + s.m * width;
+    hard = soft + s.m * width;
+    grad = hard + s.m * width;
+    transposed = grad + s.m * width;
+    noise = transposed + s.d * width;
+  }
+};
+
+// Weights [M, N padded] of one batch element; returns those that the forward uses.
+template <typename T>
+FASTMOD_INLINE const T* element_weights(const MultiplexArgs<T>& args, int64_t element, const ElementScratch<T>& scratch) {
+  constexpr int lanes = kLanes<T>;
   const BlockSizes& s = args.size;
-  const int64_t first = tile * kTile, count = std::min(kTile, s.batch - first);
-  const RoutingScratch<T> scratch(s, memory);
-  T* logits = memory + RoutingScratch<T>::size(s);
-  T* blocks = logits + s.m * s.n * kTile;
-  T* routed = blocks + s.m * s.d * kTile;
-  into_tile(args.logits + first * s.m * s.n, count, s.m * s.n, logits);
-  into_tile(args.blocks + first * s.m * s.d, count, s.m * s.d, blocks);
-  const T* weights = route_weights(s, args.routing, first, count, logits, scratch);
-  multiplex_tile(s, count, blocks, weights, routed);
-  from_tile(routed, count, s.n * s.d, args.out + first * s.n * s.d);
+  const bool pick = args.routing.mode != Mode::kSoftmax, gumbel = args.routing.mode == Mode::kGumbel;
+  const T* logits = args.logits + element * s.m * s.n;
+  const T inverse_tau = T(1) / T(args.routing.tau);
+  if (gumbel) uniforms(args.routing.seed, uint64_t(element) * uint64_t(s.m * s.n), s.m * s.n, scratch.noise, 1);
+  for (int64_t i = 0; i < s.m; ++i)
+    for (int64_t j = 0; j < s.n; j += lanes) {
+      const int64_t count = std::min<int64_t>(lanes, s.n - j);
+      Vec<T> value = load_first(logits + i * s.n + j, count);
+      if (gumbel) {
+        Vec<T> uniform = load_first(scratch.noise + i * s.n + j, count);
+        value = add_gumbel<T>(value, uniform > T(0) ? uniform : splat(T(0.5)));  // 0.5 past the end: finite
+      }
+      store(scratch.z + i * scratch.width + j, value * inverse_tau);
+    }
+  for (int64_t j = 0; j < s.n; j += lanes)
+    softmax_column(s.m, scratch.width, pick, scratch.z + j, scratch.soft + j, scratch.hard + j);
+  return pick ? scratch.hard : scratch.soft;
 }
 
 template <typename T>
-void multiplex_backward(const MultiplexArgs<T>& args, int64_t tile, T* memory) {
+void multiplex_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
   const BlockSizes& s = args.size;
-  const int64_t first = tile * kTile, count = std::min(kTile, s.batch - first);
-  const RoutingScratch<T> scratch(s, memory);
-  T* logits = memory + RoutingScratch<T>::size(s);
-  T* grad_logits = logits + s.m * s.n * kTile;
-  T* blocks = grad_logits + s.m * s.n * kTile;
-  T* grad_blocks = blocks + s.m * s.d * kTile;
-  T* grad = grad_blocks + s.m * s.d * kTile;
-  into_tile(args.logits + first * s.m * s.n, count, s.m * s.n, logits);
-  into_tile(args.blocks + first * s.m * s.d, count, s.m * s.d, blocks);
-  into_tile(args.grad + first * s.n * s.d, count, s.n * s.d, grad);
-  const T* weights = route_weights(s, args.routing, first, count, logits, scratch);
-  args.grad_tau[tile] = multiplex_tile_backward(s, args.routing, count, blocks, grad, weights, scratch, grad_logits,
-                                                grad_blocks, false);
-  from_tile(grad_logits, count, s.m * s.n, args.grad_logits + first * s.m * s.n);
-  from_tile(grad_blocks, count, s.m * s.d, args.grad_blocks + first * s.m * s.d);
+  const ElementScratch<T> scratch(s, memory);
+  for (int64_t element = begin; element < end; ++element) {
+    const T* weights = element_weights(args, element, scratch);
+    small_gemm<T>(s.n, s.d, s.m, {weights, 1, scratch.width}, args.blocks + element * s.m * s.d, s.d,
+                  args.out + element * s.n * s.d, s.d);
+  }
+}
+
+template <typename T>
+double multiplex_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
+  constexpr int lanes = kLanes<T>;
+  const BlockSizes& s = args.size;
+  const ElementScratch<T> scratch(s, memory);
+  const T inverse_tau = T(1) / T(args.routing.tau);
+  std::fill(scratch.transposed, scratch.transposed + s.d * scratch.width, T(0));
+  double grad_tau = 0;
+  for (int64_t element = begin; element < end; ++element) {
+    const T *blocks = args.blocks + element * s.m * s.d, *grad = args.grad + element * s.n * s.d;
+    const T* weights = element_weights(args, element, scratch);
+    small_gemm<T>(s.m, s.d, s.n, {weights, scratch.width, 1}, grad, s.d, args.grad_blocks + element * s.m * s.d, s.d);
+    transpose(grad, s.d, s.n, s.d, scratch.transposed, scratch.width);
+    small_gemm<T>(s.m, scratch.width, s.d, {blocks, s.d, 1}, scratch.transposed, scratch.width, scratch.grad,
+                  scratch.width);
+    for (int64_t j = 0; j < s.n; j += lanes) {
+      const Vec<T> along_tau = softmax_column_backward(s.m, scratch.width, inverse_tau, scratch.z + j,
+                                                       scratch.soft + j, scratch.grad + j);
+      if (args.need_tau) grad_tau += sum_first<T>(along_tau, s.n - j);
+      for (int64_t i = 0; i < s.m; ++i)
+        store_first(args.grad_logits + (element * s.m + i) * s.n + j, load(scratch.grad + i * scratch.width + j),
+                    std::min<int64_t>(lanes, s.n - j));
+    }
+  }
+  return grad_tau;
 }

@@ -27,16 +27,34 @@ template <typename T>
 FASTMOD_INLINE Vec<T> splat(T value) {
   return value - Vec<T>{};
 }
+// The first `count` entries (0 .. lanes), the rest zero; memory past them is not touched.
+#if FASTMOD_VECTOR_BYTES == 64
+FASTMOD_INLINE Vec<float> load_first(const float* p, int64_t count) {
+  return (Vec<float>)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p);
+}
+FASTMOD_INLINE Vec<double> load_first(const double* p, int64_t count) {
+  return (Vec<double>)_mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), p);
+}
+FASTMOD_INLINE void store_first(float* p, Vec<float> v, int64_t count) {
+  _mm512_mask_storeu_ps(p, __mmask16((1u << count) - 1), (__m512)v);
+}
+FASTMOD_INLINE void store_first(double* p, Vec<double> v, int64_t count) {
+  _mm512_mask_storeu_pd(p, __mmask8((1u << count) - 1), (__m512d)v);
+}
+#else
 template <typename T>
 FASTMOD_INLINE Vec<T> load_first(const T* p, int64_t count) {
   Vec<T> v{};
-  std::memcpy(&v, p, count * sizeof(T));
+  for (int i = 0; i < kLanes<T>; ++i)
+    if (i < count) v[i] = p[i];
   return v;
 }
 template <typename T>
 FASTMOD_INLINE void store_first(T* p, Vec<T> v, int64_t count) {
-  std::memcpy(p, &v, count * sizeof(T));
+  for (int i = 0; i < kLanes<T>; ++i)
+    if (i < count) p[i] = v[i];
 }
+#endif
 
 template <typename T>
 FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {  // b where it is larger, a NaN in a stays

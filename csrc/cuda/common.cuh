@@ -68,8 +68,8 @@ __device__ inline C gumbel_at(int64_t seed, int64_t index) {
   return -logarithm(-logarithm(uniform_at<C>(seed, index, kStreamMultiplex)));
 }
 
-// Sum over the block in a fixed order, valid in thread 0. At most once per kernel: no barrier guards `warp_sums` for a
-// second call. blockDim.x is a multiple of the warp.
+// Sum over the block in a fixed order, valid in thread 0. blockDim.x is a multiple of the warp. A second call in a
+// kernel needs a barrier before it.
 template <typename C>
 __device__ inline C block_sum(C value) {
   FASTMOD_SHARED(C, warp_sums, kWarp);

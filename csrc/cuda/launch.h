@@ -1,5 +1,5 @@
-// Launch functions of the CUDA kernels: raw pointers to contiguous device memory, no torch. Each returns the error of its
-// launch. Empty work returns cudaSuccess without a launch. Nothing is allocated and nothing synchronises.
+// Launch functions of the CUDA kernels: raw pointers to contiguous device memory, no torch. Each returns the error of
+// its launch. Empty work returns cudaSuccess without a launch. Nothing is allocated and nothing synchronises.
 #pragma once
 
 #include <cstdint>
@@ -120,15 +120,17 @@ struct Fnn {
 
 inline int64_t mfnnr_tiles(int64_t batch) { return (batch + kTileRows - 1) / kTileRows; }
 
-// The whole forward is these two launches. Each writes mfnnr_tiles(batch) penalty partials (threshold < 0: zeros).
+// The whole forward is these two launches, in one stream. Scratch they share: penalty_partials [2 * mfnnr_tiles(batch)]
+// and one `ticket`, neither initialised. threshold < 0: no penalty.
 // x [batch, m*d] -> route.kept[last] (logits) [batch, m*n], a second copy of them (if not null), routed [batch, n*d]
 template <typename C>
 cudaError_t mfnnr_route(const C* x, Fnn<C> route, Routing<C> routing, C threshold, C* logits_copy, C* routed,
-                        C* penalty_partials, Shape shape, cudaStream_t stream);
-// [routed ; x] (x null: no context) -> update.kept[last] [batch, n*d + n], out [batch, n*d], gate [batch, n]
+                        C* penalty_partials, unsigned* ticket, Shape shape, cudaStream_t stream);
+// [routed ; x] (x null: no context) -> update.kept[last] [batch, n*d + n], out [batch, n*d], gate [batch, n], and the
+// penalty of both launches (zero if threshold < 0)
 template <typename C>
 cudaError_t mfnnr_update(const C* x, const C* routed, Fnn<C> update, C threshold, C* out, C* gate,
-                         C* penalty_partials, Shape shape, cudaStream_t stream);
+                         C* penalty_partials, unsigned* ticket, C* penalty, Shape shape, cudaStream_t stream);
 
 // grad *= derivative of LeakyReLU, told from its output `hidden`; in place, on a buffer the caller owns.
 template <typename C>

@@ -111,7 +111,8 @@ __device__ C fnn_tile(const Input<C>& input, const Fnn<C>& fnn, C* copy, int64_t
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 2)
     route_kernel(const C* x, const __grid_constant__ Fnn<C> route, const __grid_constant__ Routing<C> routing,
-                 C threshold, C* logits_copy, C* routed, C* penalty_partials, const __grid_constant__ Shape shape) {
+                 C threshold, C* logits_copy, C* routed, C* penalty_partials, unsigned* ticket,
+                 const __grid_constant__ Shape shape) {
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kTileRows, left = shape.batch - first_row;
   const int rows = static_cast<int>(left < kTileRows ? left : kTileRows);
   const Input<C> input{x, shape.m * shape.d, nullptr, 0};
@@ -123,13 +124,37 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();  // the next columns reuse the shared memory of these
   }
   const C total = block_sum(penalty);
-  if (threadIdx.x == 0) penalty_partials[blockIdx.x] = total;
+  if (threadIdx.x == 0) {
+    penalty_partials[blockIdx.x] = total;
+    if (blockIdx.x == 0) *ticket = 0;  // for the update kernel, which runs after this one
+  }
+}
+
+// Adds up the partials of both kernels in the block that comes last, in a fixed order: the result does not depend on
+// which block that is, and no third launch is needed.
+template <typename C>
+__device__ void finish_penalty(C penalty, C* partials, unsigned* ticket, C* result) {
+  FASTMOD_SHARED(unsigned, place, 1);
+  const C own = block_sum(penalty);
+  if (threadIdx.x == 0) {
+    partials[gridDim.x + blockIdx.x] = own;
+    __threadfence();  // the partial is visible before the ticket is taken
+    place[0] = atomicAdd(ticket, 1u);
+  }
+  __syncthreads();
+  if (place[0] + 1 != gridDim.x) return;
+  __threadfence();
+  const volatile C* all = partials;  // volatile: written by other blocks while this one ran
+  C total = 0;
+  for (int64_t i = threadIdx.x; i < 2 * static_cast<int64_t>(gridDim.x); i += kThreads) total += all[i];
+  total = block_sum(total);
+  if (threadIdx.x == 0) *result = total;
 }
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 2)
     update_kernel(const C* x, const C* routed, const __grid_constant__ Fnn<C> update, C threshold, C* out, C* gate,
-                  C* penalty_partials, const __grid_constant__ Shape shape) {
+                  C* penalty_partials, unsigned* ticket, C* penalty_sum, const __grid_constant__ Shape shape) {
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kTileRows, left = shape.batch - first_row;
   const int rows = static_cast<int>(left < kTileRows ? left : kTileRows);
   const int64_t values = shape.n * shape.d;  // per batch row
@@ -148,8 +173,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t row = quotient(e, shape.n);
     gate[first_row * shape.n + e] = fresh[(first_row + row) * (values + shape.n) + values + e - row * shape.n];
   }
-  const C total = block_sum(penalty);
-  if (threadIdx.x == 0) penalty_partials[blockIdx.x] = total;
+  finish_penalty(penalty, penalty_partials, ticket, penalty_sum);
 }
 
 template <typename C>
@@ -171,20 +195,20 @@ bool fits(const Fnn<C>& fnn) {
 
 template <typename C>
 cudaError_t mfnnr_route(const C* x, Fnn<C> route, Routing<C> routing, C threshold, C* logits_copy, C* routed,
-                        C* penalty_partials, Shape shape, cudaStream_t stream) {
+                        C* penalty_partials, unsigned* ticket, Shape shape, cudaStream_t stream) {
   if (!fits(route)) return cudaErrorInvalidValue;
   if (shape.batch == 0) return cudaSuccess;
   return FASTMOD_LAUNCH(route_kernel<C>, blocks_for(shape.batch, kTileRows), kThreads, stream, x, route, routing,
-                        threshold, logits_copy, routed, penalty_partials, shape);
+                        threshold, logits_copy, routed, penalty_partials, ticket, shape);
 }
 
 template <typename C>
 cudaError_t mfnnr_update(const C* x, const C* routed, Fnn<C> update, C threshold, C* out, C* gate,
-                         C* penalty_partials, Shape shape, cudaStream_t stream) {
+                         C* penalty_partials, unsigned* ticket, C* penalty, Shape shape, cudaStream_t stream) {
   if (!fits(update)) return cudaErrorInvalidValue;
   if (shape.batch == 0) return cudaSuccess;
   return FASTMOD_LAUNCH(update_kernel<C>, blocks_for(shape.batch, kTileRows), kThreads, stream, x, routed, update,
-                        threshold, out, gate, penalty_partials, shape);
+                        threshold, out, gate, penalty_partials, ticket, penalty, shape);
 }
 
 template <typename C>
@@ -193,9 +217,10 @@ cudaError_t leaky_backward(C* grad, const C* hidden, int64_t count, cudaStream_t
   return FASTMOD_LAUNCH(leaky_backward_kernel<C>, blocks_for(count, 256), 256, stream, grad, hidden, count);
 }
 
-#define FASTMOD_INSTANTIATE(C)                                                                                    \
-  template cudaError_t mfnnr_route<C>(const C*, Fnn<C>, Routing<C>, C, C*, C*, C*, Shape, cudaStream_t);          \
-  template cudaError_t mfnnr_update<C>(const C*, const C*, Fnn<C>, C, C*, C*, C*, Shape, cudaStream_t);           \
+#define FASTMOD_INSTANTIATE(C)                                                                                       \
+  template cudaError_t mfnnr_route<C>(const C*, Fnn<C>, Routing<C>, C, C*, C*, C*, unsigned*, Shape, cudaStream_t);  \
+  template cudaError_t mfnnr_update<C>(const C*, const C*, Fnn<C>, C, C*, C*, C*, unsigned*, C*, Shape,              \
+                                       cudaStream_t);                                                                \
   template cudaError_t leaky_backward<C>(C*, const C*, int64_t, cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)

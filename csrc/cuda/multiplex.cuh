@@ -1,9 +1,11 @@
 // The routing weights of a tile of columns, shared by multiplex.cu and the fused MFNNR kernel.
 //
 // A column is one (batch row, output) pair; columns are numbered c = b*N + n, so the output of column c is the
-// contiguous range [c*D, (c+1)*D). A block of kColumnThreads threads takes up to kColumns neighbouring columns, whatever
-// batch rows they belong to, and walks M in chunks: any M, N and D work in a fixed amount of shared memory.
+// contiguous range [c*D, (c+1)*D). A block of kColumnThreads threads takes up to kColumns neighbouring columns,
+// whatever batch rows they belong to, and walks M in chunks: any M, N and D work in a fixed amount of shared memory.
 #pragma once
+
+#include <cmath>
 
 #include "common.cuh"
 
@@ -35,7 +37,7 @@ struct ColumnTile {
                         C* scores_, C* top_, C* sum_, int64_t* chosen_)
       : logits(logits_), shape(shape_), mode(routing.mode), scores(scores_), top(top_), sum(sum_), chosen(chosen_) {
     tau = routing.tau ? *routing.tau : routing.tau_value;
-    if (!(tau > 0)) tau = tau - tau + C(0) / C(0);  // a temperature that nobody could check gives NaN
+    if (!(tau > 0)) tau = C(NAN);  // a temperature that nobody could check gives NaN
     seed = routing.seed ? *routing.seed : routing.seed_value;
     count = static_cast<int>(end - first < kColumns ? end - first : kColumns);
     column = threadIdx.x % kColumns;
@@ -68,7 +70,7 @@ struct ColumnTile {
   // top, sum and chosen of every column. One chunk: its scores stay in shared memory.
   __device__ void reduce() {
     const bool leads = static_cast<int>(threadIdx.x) < count;
-    C best = -C(1) / C(0), total = 0;
+    C best = -C(INFINITY), total = 0;
     int64_t at = 0;
     for (int64_t m0 = 0; m0 < shape.m; m0 += kChunk) {
       load(m0);

@@ -38,8 +38,13 @@ def make_fnn(inputs: int, outputs: int, hidden: int, layers: int) -> nn.ModuleLi
 
 def fnn_tensors(fnn: nn.ModuleList) -> list[Tensor]:
     """``[weight, bias, weight, bias, ...]``, as the ops take an FNN."""
-    layers = cast("Iterable[nn.Linear]", fnn)
-    return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    tensors: list[Tensor] = []
+    for layer in cast("Iterable[nn.Linear]", fnn._modules.values()):
+        own = layer._parameters  # twice as fast as attributes, which a pruned or parametrised layer needs
+        weight, bias = own.get("weight"), own.get("bias")
+        tensors.append(layer.weight if weight is None else weight)
+        tensors.append(layer.bias if bias is None else bias)
+    return tensors
 
 
 class RoutedLayer(nn.Module):

@@ -67,7 +67,7 @@ class MFNNR(_parts.RoutedLayer):
             tau=tau,
             threshold=self.threshold,
         )
-        self._last = result, mode, tau
+        object.__setattr__(self, "_last", (result, mode, tau))  # nn.Module's own looks for parameters and modules
         return result.out
 
     def penalty(self) -> Tensor:

@@ -37,8 +37,9 @@ def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
 def reference(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
     """Plain PyTorch; reduced precision is computed in fp32."""
     wide = _checks.compute_dtype(x)
-    open_ = torch.sigmoid(gate.to(wide)).unsqueeze(-1)
-    return (open_ * new.to(wide) + (1 - open_) * x.to(wide)).to(x.dtype)
+    logit = gate.to(wide).unsqueeze(-1)
+    # sigmoid(-t) is 1 - sigmoid(t) without the cancellation.
+    return (torch.sigmoid(logit) * new.to(wide) + torch.sigmoid(-logit) * x.to(wide)).to(x.dtype)
 
 
 def fake_forward(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -19,7 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr"]
 
-_FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=fast", "-fno-tree-vectorize", "-DFASTMOD_CUDA_HOST"]
+_FLAGS = ["-std=c++17", "-fPIC", "-O1", "-g1", "-ffp-contract=fast", "-fno-tree-vectorize", "-DFASTMOD_CUDA_HOST"]
 _FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{ROOT / 'csrc' / 'cuda'}"]
 if platform.machine() in ("x86_64", "AMD64"):
     _FLAGS.append("-mfma")  # as nvcc does, products are fused into sums
@@ -36,11 +37,11 @@ _ENVIRONMENT = {
 }
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """This machine cannot build or run a flavour: no g++, no sanitizer runtime."""
 
 
-class Crash(AssertionError):
+class CrashError(AssertionError):
     """The harness died: a sanitizer has found something. Carries its report."""
 
 
@@ -65,43 +66,64 @@ class InOut:
 
 
 def build(flavour: str) -> Path:
-    """The harness as an executable under ``build/``, named by the content of its sources."""
+    """The harness as an executable under ``build/``."""
+    own, scheduler = FLAVOURS[flavour]
+    sources = dict.fromkeys([*_kernels(), HERE / "probes.cu", HERE / "driver.cpp"], own)
+    return _link(flavour, {**sources, HERE / "cuda_host.cpp": scheduler}, own)
+
+
+def build_bindings() -> Path:
+    """csrc/cuda/bindings.cpp over the harness, as a library of ops on CPU tensors: see bindings_host.cpp."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    own = ["-std=c++20", "-g0", f"-I{HERE / 'stubs'}", *(f"-isystem{path}" for path in include_paths())]
+    own.append(f"-DFASTMOD_TORCH={torch.__version__}")  # another torch, another object
+    sources: dict[Path, list[str]] = {path: [] for path in [*_kernels(), HERE / "cuda_host.cpp"]}
+    libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu"]
+    return _link("bindings", {**sources, HERE / "bindings_host.cpp": own}, ["-shared"], libraries)
+
+
+def _kernels() -> list[Path]:
+    return [ROOT / "csrc" / "cuda" / f"{name}.cu" for name in KERNELS]
+
+
+def _link(name: str, sources: dict[Path, list[str]], flags: list[str], libraries: Sequence[str] = ()) -> Path:
+    """Everything is made once per content of the sources and flags; flavours share the objects they can."""
     compiler = shutil.which("g++")
     if compiler is None:
-        raise Unavailable("no g++")
-    kernels = [ROOT / "csrc" / "cuda" / f"{name}.cu" for name in KERNELS]
-    headers = [*HERE.glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.cuh"), ROOT / "csrc" / "cuda" / "launch.h"]
-    headers.append(ROOT / "csrc" / "philox.h")
-    instrumented = [*kernels, HERE / "probes.cu", HERE / "driver.cpp"]
-    digest = hashlib.sha256(repr((_FLAGS, FLAVOURS[flavour])).encode())
-    for path in sorted([*headers, *instrumented, HERE / "cuda_host.cpp"]):
-        digest.update(path.name.encode() + path.read_bytes())
-    target = ROOT / "build" / "cuda_host" / f"{flavour}-{digest.hexdigest()[:16]}"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    own, scheduler = FLAVOURS[flavour]
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        objects = []
-        for path in [*instrumented, HERE / "cuda_host.cpp"]:
-            objects.append(str(Path(folder) / f"{path.stem}.o"))
-            extra = scheduler if path.stem == "cuda_host" else own
-            _compile([compiler, *_FLAGS, *extra, "-x", "c++", "-c", str(path), "-o", objects[-1]])
-        linked = Path(folder) / "linked"
-        try:
-            _compile([compiler, *own, *objects, "-o", str(linked)])
-        except RuntimeError as error:
-            if flavour == "plain":
-                raise
-            raise Unavailable(f"no {flavour} runtime: {error}") from error
-        os.replace(linked, target)  # whole or not at all, should two processes build
+        raise UnavailableError("no g++")
+    headers = hashlib.sha256()
+    for path in sorted([*HERE.rglob("*.h"), *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.[hc]*")]):
+        if path.suffix != ".cu":  # bindings.cpp counts: bindings_host.cpp includes it
+            headers.update(path.name.encode() + path.read_bytes())
+    objects = []
+    for path, own in sources.items():
+        command = [compiler, *_FLAGS, *own, "-x", "c++", "-c", str(path)]
+        content = path.read_bytes() + headers.digest() + repr(command).encode()
+        objects.append(_make(path.stem + ".o", content, command))
+    content = repr((objects, flags, libraries)).encode()
+    try:
+        return _make(name, content, [compiler, *flags, *map(str, objects), *libraries])
+    except RuntimeError as error:
+        if not any("-fsanitize" in flag for flag in flags):
+            raise
+        raise UnavailableError(f"no {name} runtime: {error}") from error
+
+
+def _make(name: str, content: bytes, command: list[str]) -> Path:
+    folder = ROOT / "build" / "cuda_host"
+    target = folder / f"{hashlib.sha256(content).hexdigest()[:16]}-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of one test run build each file once
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                made = Path(scratch) / name
+                done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+                os.replace(made, target)
     return target
-
-
-def _compile(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 
 
 class Harness:
@@ -113,7 +135,7 @@ class Harness:
         self.launches = 0
         self._prefix: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as this object)
         self._executable = build(flavour)
         if flavour != "plain":
             self._settle()
@@ -125,9 +147,9 @@ class Harness:
             try:
                 self.call("probe_reverse", torch.zeros(64), Out(64, dtype=torch.float32), ints=[1])
                 return
-            except (Crash, FileNotFoundError) as error:
+            except (CrashError, FileNotFoundError) as error:
                 reason = str(error)
-        raise Unavailable(f"{self.flavour} does not run here: {reason[:300]}")
+        raise UnavailableError(f"{self.flavour} does not run here: {reason[:300]}")
 
     def call(
         self,
@@ -171,7 +193,8 @@ class Harness:
                 stderr=self._stderr,
                 env={**os.environ, **_ENVIRONMENT},
             )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         contents = [b"" if b is None else _bytes(b) for b in buffers]
         sizes = [-1 if b is None else len(raw) for b, raw in zip(buffers, contents, strict=True)]
         fields = [name, str(dtype).removeprefix("torch."), order, len(sizes), *sizes, len(ints), *ints]
@@ -183,7 +206,7 @@ class Harness:
         except BrokenPipeError:
             status = ""
         if not status.endswith("\n"):
-            raise Crash(self._died(name))
+            raise CrashError(self._died(name))
         code, message = status.rstrip("\n").split(" ", 1)
         replies = [self._process.stdout.read(max(size, 0)) for size in sizes]
         if int(code):

@@ -1,5 +1,5 @@
-// The scheduler behind cuda_host.h. Compiled without instrumentation even in sanitised builds: what it does between two
-// fibers is not theirs. CUDA_HOST_ASAN and CUDA_HOST_TSAN tell it which sanitizer to inform of a switch.
+// The scheduler behind cuda_host.h. Compiled without instrumentation even in sanitised builds: what it does between
+// two fibers is not theirs. CUDA_HOST_ASAN and CUDA_HOST_TSAN tell it which sanitizer to inform of a switch.
 #include "cuda_host.h"
 
 #include <sys/mman.h>
@@ -74,10 +74,16 @@ const void* scheduler_stack = nullptr;
 size_t scheduler_stack_size = 0;
 #endif
 
+char* map_memory(size_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) std::abort();
+  return static_cast<char*>(memory);
+}
+
 #if defined(CUDA_HOST_TSAN)
-constexpr size_t kPool = size_t(1) << 32;  // address space, not memory
-// malloc would count as a write by the fiber that happens to call it: shared arrays come from a pool, and every block of
-// a launch has its own.
+constexpr size_t kPool = size_t(1) << 33;  // per launch; address space, not memory
+// malloc would count as a write by the fiber that happens to call it, and memory used twice as a race: what fibers
+// touch comes fresh from a pool.
 char* pool = nullptr;
 size_t pool_used = 0;
 char* from_pool(size_t bytes) {
@@ -161,11 +167,11 @@ void fiber_main() {
 }
 
 void prepare(Fiber& fiber) {
-  if (!fiber.stack) {
-    void* memory = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) std::abort();
-    fiber.stack = static_cast<char*>(memory);
-  }
+#if defined(CUDA_HOST_TSAN)
+  fiber.stack = from_pool(kStack);  // a stack used again in the next block would be a race
+#else
+  if (!fiber.stack) fiber.stack = map_memory(kStack);
+#endif
 #if defined(__x86_64__)
   void** top = reinterpret_cast<void**>(fiber.stack + kStack);
   *--top = nullptr;  // aligns the stack as after a call
@@ -205,7 +211,7 @@ void finish_warp(size_t first, size_t end) {
     if (fibers[i].state != State::kWarp) continue;
     const unsigned mask = fibers[i].mask;
     const int line = fibers[i].line;
-    if (!(mask >> (i - first) & 1)) return fail("a lane takes part in a warp operation without being in its mask", fibers[i]);
+    if (!(mask >> (i - first) & 1)) return fail("a lane takes part in a warp operation outside its mask", fibers[i]);
     bool complete = true;
     for (size_t lane = 0; lane < 32; ++lane) {
       if (!(mask >> lane & 1)) continue;
@@ -357,11 +363,9 @@ cudaError_t launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   body = &kernel;
   if (fibers.size() < threads) fibers.resize(threads);
 #if defined(CUDA_HOST_TSAN)
-  if (!pool) {
-    void* memory = mmap(nullptr, kPool, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) std::abort();
-    pool = static_cast<char*>(memory);
-  }
+  if (pool) munmap(pool, kPool);
+  pool = map_memory(kPool);
+  pool_used = 0;
   launch_tag = from_pool(2);
   scheduler.tsan = __tsan_get_current_fiber();
 #endif

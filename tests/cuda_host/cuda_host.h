@@ -1,4 +1,4 @@
-// Runs CUDA C++ on the host: the kernels' .cu files are compiled by g++ against this header instead of the CUDA toolkit.
+// Runs CUDA C++ on the host: g++ compiles the kernels' .cu files against this header instead of the CUDA toolkit.
 //
 // Every CUDA thread is a fiber. A block's fibers run one after another in an order shuffled by a seed and switch at
 // __syncthreads and at warp operations. __shared__ memory is fresh and filled with NaN for every block. A launch fails
@@ -90,6 +90,12 @@ float bfloat16_value(uint16_t bits);
   ::cuda_host::shuffle(mask, value, ::cuda_host::lane_or_own(::cuda_host::lane() + (offset)), __LINE__)
 #define __shfl_up_sync(mask, value, offset) \
   ::cuda_host::shuffle(mask, value, ::cuda_host::lane_or_own(::cuda_host::lane() - (offset)), __LINE__)
+
+// Ordered more strongly than on a GPU: a missing __threadfence is the one race that goes unseen.
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+inline void __threadfence() {}
 
 #define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \
   (static_cast<void>(stream), ::cuda_host::launch(grid, block, [&] { kernel(__VA_ARGS__); }))

@@ -1,8 +1,8 @@
 // Serves launch functions to test_cuda_host.py over stdin and stdout, so that the plain and the sanitised builds are
 // driven alike. Each buffer is a malloc of exactly its size, as ASan needs it.
 //
-// Request: one text line `name dtype order #buffers size.. #ints int.. #floats float..` (size -1: null pointer), then the
-// bytes of the buffers. Reply: one text line `code message`, then the bytes of the buffers as the kernel left them.
+// Request: one text line `name dtype order #buffers size.. #ints int.. #floats float..` (size -1: null pointer), then
+// the bytes of the buffers. Reply: one text line `code message`, then the bytes of the buffers as the kernel left them.
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
@@ -64,7 +64,9 @@ cudaError_t run_any(const Call& c) {
   if (c.name == "multiplex_backward_blocks") {
     return multiplex_backward_blocks<T>(c.at<T>(0), c.at<C>(1), c.at<T>(2), c.at<T>(3), c.shape(), nullptr);
   }
-  const auto gate_shape = [&] { return GateShape{c.ints.at(0), c.ints.at(1), c.ints.at(2), c.ints.at(3), c.ints.at(4)}; };
+  const auto gate_shape = [&] {
+    return GateShape{c.ints.at(0), c.ints.at(1), c.ints.at(2), c.ints.at(3), c.ints.at(4)};
+  };
   if (c.name == "gated_residual_forward") {
     return gated_residual_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), gate_shape(), nullptr);
   }
@@ -89,12 +91,12 @@ cudaError_t run_any(const Call& c) {
 template <typename C>
 cudaError_t run_wide(const Call& c) {
   if (c.name == "mfnnr_route") {
-    return mfnnr_route<C>(c.at<C>(0), fnn<C>(c, 6, 6), routing<C>(c, 4, 1), static_cast<C>(c.floats.at(1)),
-                          c.at<C>(3), c.at<C>(4), c.at<C>(5), c.shape(), nullptr);
+    return mfnnr_route<C>(c.at<C>(0), fnn<C>(c, 6, 7), routing<C>(c, 4, 1), static_cast<C>(c.floats.at(1)),
+                          c.at<C>(3), c.at<C>(4), c.at<C>(5), c.at<unsigned>(6), c.shape(), nullptr);
   }
   if (c.name == "mfnnr_update") {
-    return mfnnr_update<C>(c.at<C>(0), c.at<C>(1), fnn<C>(c, 4, 5), static_cast<C>(c.floats.at(0)), c.at<C>(2),
-                           c.at<C>(3), c.at<C>(4), c.shape(), nullptr);
+    return mfnnr_update<C>(c.at<C>(0), c.at<C>(1), fnn<C>(c, 4, 7), static_cast<C>(c.floats.at(0)), c.at<C>(2),
+                           c.at<C>(3), c.at<C>(4), c.at<unsigned>(5), c.at<C>(6), c.shape(), nullptr);
   }
   if (c.name == "leaky_backward") return leaky_backward<C>(c.at<C>(0), c.at<C>(1), c.ints.at(0), nullptr);
   return run_any<C>(c);

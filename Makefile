@@ -1,0 +1,45 @@
+# `make run` and `make test` do everything on a fresh machine with Python 3.11 and a C++ compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARCHS ?= 8.0 9.0 12.0
+CUDA_VENV ?= .venv-cuda
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+
+.PHONY: run test check bench cuda-check clean
+
+# The race of torch.compile takes minutes to compile: `make bench`.
+run: $(VENV)/.built
+	$(BIN)/fastmod doctor
+	$(BIN)/fastmod race
+
+test: $(VENV)/.built check
+	$(BIN)/python -m pytest -n 2 tests
+
+check: $(VENV)/.tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Words choose cases: `make bench WORDS=smfr`. The pytest-benchmark groups: `.venv/bin/python -m pytest bench`.
+bench: $(VENV)/.built
+	$(BIN)/python -m bench.ratios $(WORDS)
+
+# The whole extension with its CUDA part, in an environment of its own. Needs nvcc, no GPU; downloads 4.7 GB once.
+cuda-check:
+	$(PYTHON) tools/cuda_check.py --env $(CUDA_VENV) --archs "$(ARCHS)"
+
+$(VENV)/.tools: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+$(VENV)/.built: $(VENV)/.tools $(SOURCES)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info fastmod/_C*.so fastmod/_build.json .pytest_cache .ruff_cache .mypy_cache .hypothesis \
+		.benchmarks $(VENV)/.built
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

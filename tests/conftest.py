@@ -1,0 +1,37 @@
+"""Fixtures that every test file shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+import fastmod
+from tests.agreement import isas
+
+settings.register_profile("fastmod", deadline=None, max_examples=60, derandomize=True, print_blob=True)
+settings.load_profile("fastmod")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn."""
+    module = fastmod._extension.MODULE
+    module.set_cpu_isa(request.param)
+    yield request.param
+    module.set_cpu_isa(module.best_cpu_isa())
+
+
+@pytest.fixture
+def filled_memory() -> Iterator[None]:
+    """torch.empty filled with NaN, so that a value never written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
