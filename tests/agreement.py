@@ -71,7 +71,10 @@ def assert_agrees(
             kept = finite & b.isfinite()
             if kept.any():
                 errors = [(x.double() - c)[kept].abs().max().item() for x in (a, b)]
-                limit = roundings * torch.finfo(a.dtype).eps * max(1.0, scale) * c[kept].abs().max().item()
+                size = c[kept].abs().max().item()
+                limit = roundings * torch.finfo(a.dtype).eps * max(1.0, scale) * size
+                # The fp64 reference rounds as well: 1 - sigmoid(36) has no digit left.
+                limit += 100 * torch.finfo(torch.float64).eps * max(1.0, scale) * max(1.0, size)
                 worst[i] = [max(p, q) for p, q in zip(worst[i], [*errors, limit], strict=True)]
     for i, (error, plain_error, limit) in enumerate(worst):
         assert error <= 2 * plain_error + limit, (
