@@ -24,6 +24,9 @@ except ImportError:
 ROOT = Path(__file__).parent.resolve()
 BUILD = ROOT / "build"
 CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
+if sys.platform == "linux":
+    # ATen's parallel_for lives in a header and is serial without it; the runtime is the one that torch has loaded.
+    CXX_FLAGS.append("-fopenmp")
 NVCC_FLAGS = ["-O3", "-std=c++20", "--threads=2"]
 
 

@@ -72,6 +72,14 @@ bool any_requires_grad(std::initializer_list<TensorList> lists) {
   return false;
 }
 
+// Mixed devices must not reach the dispatcher, which would serve a meta tensor among CPU tensors with a shape only.
+void check_devices(const Tensor& first, std::initializer_list<TensorList> lists) {
+  for (const auto& list : lists)
+    for (const auto& tensor : list)
+      TORCH_CHECK(tensor.device() == first.device(), "expected all tensors on ", first.device(), ", got one on ",
+                  tensor.device());
+}
+
 // save_for_backward keeps positions; an undefined tensor stands for an absent one.
 Tensor value_or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
 OptionalTensor defined_or_none(const Tensor& tensor) {
@@ -114,6 +122,7 @@ Tensor multiplex_below(const Tensor& blocks, const Tensor& logits, const Optiona
 
 Tensor multiplex_autograd(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
                           const OptionalTensor& seed, int64_t mode, bool triton) {
+  check_devices(blocks, {logits});
   return Multiplex::apply(blocks, logits, tau, tau_value, seed, mode, triton);
 }
 
@@ -145,6 +154,7 @@ Tensor gated_residual_below(const Tensor& x, const Tensor& fresh, const Tensor& 
 }
 
 Tensor gated_residual_autograd(const Tensor& x, const Tensor& fresh, const Tensor& gate, bool triton) {
+  check_devices(x, {fresh, gate});
   return GatedResidual::apply(x, fresh, gate, triton);
 }
 
@@ -178,6 +188,7 @@ Tensor range_penalty_below(TensorList logits, double threshold, bool triton) {
 }
 
 Tensor range_penalty_autograd(TensorList logits, double threshold, bool triton) {
+  if (!logits.empty()) check_devices(logits[0], {logits});
   return RangePenalty::apply(logits, threshold, triton);
 }
 
@@ -247,6 +258,7 @@ MfnnrResult mfnnr_below(const Tensor& x, TensorList route, TensorList update, co
 MfnnrResult mfnnr_autograd(const Tensor& x, TensorList route, TensorList update, const OptionalTensor& tau,
                            double tau_value, const OptionalTensor& seed, int64_t mode, bool context, double threshold,
                            bool triton) {
+  check_devices(x, {route, update});
   // Without a gradient to come the activations need not be kept.
   if (!any_requires_grad({x, route, update, tau ? TensorList(*tau) : TensorList()})) {
     at::AutoDispatchBelowADInplaceOrView guard;

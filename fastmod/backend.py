@@ -53,6 +53,7 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available(op: str, device_type: str) -> dict[str, bool]:
     """Backend -> whether it can serve ``op`` on tensors of ``device_type``."""
     return {
@@ -83,6 +84,8 @@ def backends() -> dict[str, dict[str, dict[str, bool | str]]]:
 
 def resolve(op: str, tensor: Tensor) -> str:
     """The backend that serves ``op`` for ``tensor`` now; an explicit choice that cannot serve it is an error."""
+    if not isinstance(tensor, Tensor):
+        return "reference"  # it checks its arguments first
     device_type = tensor.device.type
     if _active == "auto":
         if device_type == "cpu":  # the common case without a search
@@ -95,6 +98,15 @@ def resolve(op: str, tensor: Tensor) -> str:
             "`fastmod doctor` tells why"
         )
     return _active
+
+
+def checks_first(chosen: str) -> bool:
+    """Whether an op checks its arguments before it runs.
+
+    The compiled ops refuse bad arguments themselves, tersely and at no cost; the Python checks, which take longer than
+    a small kernel, then say what was wrong. Plain PyTorch and a trace have nobody else to refuse.
+    """
+    return chosen == "reference" or torch.compiler.is_compiling()
 
 
 @contextlib.contextmanager

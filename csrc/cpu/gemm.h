@@ -134,3 +134,48 @@ FASTMOD_INLINE void small_gemm(int64_t m, int64_t columns, int64_t k, Strided<T>
   for (int64_t column = 0; column < columns;)
     column += gemm_panel<T, true>(m, columns - column, k, a, b + column, b_stride, c + column, c_stride, {});
 }
+
+// C(i, j) = <row i of A, row j of B>: for long rows, where a transpose of B would cost more than the sums of lanes.
+template <typename T, int kRows, int kColumns>
+FASTMOD_INLINE void dot_block(int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride, T* c,
+                              int64_t c_stride) {
+  constexpr int lanes = kLanes<T>;
+  Vec<T> sum[kRows][kColumns] = {};
+  const auto step = [&](auto&& read, int64_t k) FASTMOD_INLINE_LAMBDA {
+    Vec<T> right[kColumns];
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumns; ++j) right[j] = read(b + j * b_stride + k);
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      const Vec<T> left = read(a + i * a_stride + k);
+#pragma GCC unroll 4
+      for (int j = 0; j < kColumns; ++j) sum[i][j] += left * right[j];
+    }
+  };
+  int64_t k = 0;
+  for (; k + lanes <= depth; k += lanes) step([](const T* p) FASTMOD_INLINE_LAMBDA { return load(p); }, k);
+  if (k < depth) step([&](const T* p) FASTMOD_INLINE_LAMBDA { return load_first(p, depth - k); }, k);
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumns; ++j) c[i * c_stride + j] = sum_lanes<T>(sum[i][j]);
+}
+
+template <typename T, int kRows>
+FASTMOD_INLINE void dot_rows(int64_t n, int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride,
+                             T* c, int64_t c_stride) {
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4)
+    dot_block<T, kRows, 4>(depth, a, a_stride, b + j * b_stride, b_stride, c + j, c_stride);
+  for (; j < n; ++j) dot_block<T, kRows, 1>(depth, a, a_stride, b + j * b_stride, b_stride, c + j, c_stride);
+}
+
+template <typename T>
+void dots(int64_t m, int64_t n, int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride, T* c,
+          int64_t c_stride) {
+  constexpr int kRows = FASTMOD_VECTOR_BYTES == 64 ? 4 : 2;
+  int64_t i = 0;
+  for (; i + kRows <= m; i += kRows)
+    dot_rows<T, kRows>(n, depth, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride);
+  for (; i < m; ++i) dot_rows<T, 1>(n, depth, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride);
+}

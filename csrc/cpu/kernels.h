@@ -62,7 +62,7 @@ template <typename T>
 struct MfnnrArgs {
   BlockSizes size;
   Routing routing;
-  bool context, need_x;
+  bool context, need_x, need_tau;
   double threshold;         // < 0: no penalty
   const Linear<T>*route, *update;
   int64_t route_layers, update_layers;

@@ -160,6 +160,7 @@ std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const Optiona
     MfnnrArgs<T> args = make_args(s, layers, routing, threshold, xr);
     args.saved = const_cast<T*>(saved.const_data_ptr<T>());  // the backward only reads it
     args.need_x = need_x;
+    args.need_tau = tau.has_value();
     args.grad_out = grad.defined() ? grad.const_data_ptr<T>() : nullptr;
     args.grad_penalty = grad_penalty ? grad_penalty->item<double>() : 0.0;
     const Tensor grads = empty_wide({layers.grad_rows * tiles(s.batch) * kTile}, x);

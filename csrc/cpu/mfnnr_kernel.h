@@ -58,11 +58,11 @@ template <typename T>
 struct MfnnrScratch {
   T *routing, *x, *grad_x, *blocks, *rows;
   static int64_t size(const MfnnrArgs<T>& a) {
-    return RoutingScratch<T>::size(a.size) + (2 * a.size.m * a.size.d + a.size.n * a.size.d + (a.saved ? 0 : a.rows)) * kTile;
+    return RoutingScratch<T, kTile>::size(a.size) + (2 * a.size.m * a.size.d + a.size.n * a.size.d + (a.saved ? 0 : a.rows)) * kTile;
   }
   MfnnrScratch(const MfnnrArgs<T>& a, T* memory) {
     routing = memory;
-    x = routing + RoutingScratch<T>::size(a.size);
+    x = routing + RoutingScratch<T, kTile>::size(a.size);
     grad_x = x + a.size.m * a.size.d * kTile;
     blocks = grad_x + a.size.m * a.size.d * kTile;
     rows = blocks + a.size.n * a.size.d * kTile;
@@ -82,12 +82,12 @@ void mfnnr_forward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
   const MfnnrScratch<T> scratch(args, memory);
   T* tile = args.saved ? args.saved + index * args.rows * kTile : scratch.rows;
 
-  into_tile(args.x + first * s.m * s.d, count, s.m * s.d, scratch.x);
+  into_tile<kTile>(args.x + first * s.m * s.d, count, s.m * s.d, scratch.x);
   fnn_forward<T>(args.route, args.route_layers, columns, scratch.x, s.m * s.d, nullptr, tile);
   const T* logits = tile + args.route[args.route_layers - 1].row * kTile;
-  const T* weights = route_weights(s, args.routing, first, count, logits, RoutingScratch<T>(s, scratch.routing));
+  const T* weights = route_weights<kTile>(s, args.routing, first, count, logits, RoutingScratch<T, kTile>(s, scratch.routing));
   T* routed = tile + args.routed_row * kTile;
-  multiplex_tile(s, count, scratch.x, weights, routed);
+  multiplex_tile<kTile>(s, count, scratch.x, weights, routed);
   fnn_forward<T>(args.update, args.update_layers, columns, routed, s.n * s.d, scratch.x, tile);
   const T* fresh = tile + args.update[args.update_layers - 1].row * kTile;
   const T* gate = fresh + s.n * s.d * kTile;
@@ -98,9 +98,9 @@ void mfnnr_forward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
       for (int64_t e = n * s.d * kTile + at; e < (n + 1) * s.d * kTile; e += kTile)
         store(scratch.blocks + e, open * load(fresh + e) + shut * load(routed + e));
     }
-  from_tile(scratch.blocks, count, s.n * s.d, args.out + first * s.n * s.d);
-  from_tile(logits, count, s.m * s.n, args.logits + first * s.m * s.n);
-  from_tile(gate, count, s.n, args.gate + first * s.n);
+  from_tile<kTile>(scratch.blocks, count, s.n * s.d, args.out + first * s.n * s.d);
+  from_tile<kTile>(logits, count, s.m * s.n, args.logits + first * s.m * s.n);
+  from_tile<kTile>(gate, count, s.n, args.gate + first * s.n);
   args.penalty[index] = args.threshold < 0 ? 0.0
                                            : penalty_of_rows(logits, s.m * s.n, count, args.threshold) +
                                                  penalty_of_rows(gate, s.n, count, args.threshold);
@@ -129,7 +129,7 @@ void mfnnr_backward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
   const int64_t first = index * kTile, count = std::min(kTile, s.batch - first), inputs = s.m * s.d;
   const int64_t columns = vectors_for(count, kLanes<T>) * kLanes<T>;
   const MfnnrScratch<T> scratch(args, memory);
-  const RoutingScratch<T> routing(s, scratch.routing);
+  const RoutingScratch<T, kTile> routing(s, scratch.routing);
   const T* tile = args.saved + index * args.rows * kTile;
   T* grads = args.grads + index * args.grad_rows * kTile;
   const Linear<T>&route_last = args.route[args.route_layers - 1], &update_last = args.update[args.update_layers - 1];
@@ -139,7 +139,7 @@ void mfnnr_backward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
 
   // Gate: `blocks` holds the gradient of out, then in the same place that of routed.
   T* blocks = scratch.blocks;
-  if (args.grad_out) into_tile(args.grad_out + first * s.n * s.d, count, s.n * s.d, blocks);
+  if (args.grad_out) into_tile<kTile>(args.grad_out + first * s.n * s.d, count, s.n * s.d, blocks);
   else std::fill(blocks, blocks + s.n * s.d * kTile, T(0));
   T* grad_fresh = grads + update_last.grad_row * kTile;
   T* grad_gate = grad_fresh + s.n * s.d * kTile;
@@ -165,16 +165,16 @@ void mfnnr_backward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
   if (through_context) input_backward<T>(args.update[0], columns, s.n * s.d, inputs, grads, false, grad_x);
 
   // Multiplexer and route FNN.
-  into_tile(args.x + first * inputs, count, inputs, scratch.x);
-  const T* weights = route_weights(s, args.routing, first, count, logits, routing);
+  into_tile<kTile>(args.x + first * inputs, count, inputs, scratch.x);
+  const T* weights = route_weights<kTile>(s, args.routing, first, count, logits, routing);
   T* grad_logits = grads + route_last.grad_row * kTile;
-  args.grad_tau[index] = multiplex_tile_backward(s, args.routing, count, scratch.x, blocks, weights, routing,
-                                                 grad_logits, grad_x, through_context);
+  args.grad_tau[index] = multiplex_tile_backward<kTile>(s, args.routing, count, scratch.x, blocks, weights, routing,
+                                                 grad_logits, grad_x, through_context, args.need_tau);
   if (penalise) add_penalty_grad(logits, s.m * s.n, columns, args.threshold, args.grad_penalty, grad_logits);
   fnn_backward(args.route, args.route_layers, columns, tile, grads);
   if (args.need_x) {
     input_backward<T>(args.route[0], columns, 0, inputs, grads, true, grad_x);
-    from_tile(grad_x, count, inputs, args.grad_x + first * inputs);
+    from_tile<kTile>(grad_x, count, inputs, args.grad_x + first * inputs);
   }
 }
 

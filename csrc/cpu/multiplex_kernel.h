@@ -129,70 +129,71 @@ FASTMOD_INLINE double sum_first(Vec<T> v, int64_t count) {
   return total;
 }
 
-// ---- inside an MFNNR: batch-last tiles, a vector holds one logit of many batch elements
+// ---- on a batch-last tile of kWidth elements: a vector holds one logit of many of them
 
-// Scratch of the routing of one tile, all [M*N, kTile].
-template <typename T>
+// Scratch of the routing of one tile, all [M*N, kWidth].
+template <typename T, int kWidth>
 struct RoutingScratch {
   T *z, *soft, *hard;
-  static int64_t size(const BlockSizes& s) { return 3 * s.m * s.n * kTile; }
+  static int64_t size(const BlockSizes& s) { return 3 * s.m * s.n * kWidth; }
   RoutingScratch(const BlockSizes& s, T* scratch)
-      : z(scratch), soft(scratch + s.m * s.n * kTile), hard(scratch + 2 * s.m * s.n * kTile) {}
+      : z(scratch), soft(scratch + s.m * s.n * kWidth), hard(scratch + 2 * s.m * s.n * kWidth) {}
 };
 
 // Weights of a tile; returns those that the forward uses.
-template <typename T>
+template <int kWidth, typename T>
 const T* route_weights(const BlockSizes& s, const Routing& routing, int64_t first, int64_t count, const T* logits,
-                       const RoutingScratch<T>& scratch) {
+                       const RoutingScratch<T, kWidth>& scratch) {
   const bool pick = routing.mode != Mode::kSoftmax, gumbel = routing.mode == Mode::kGumbel;
   const int64_t entries = s.m * s.n;
   if (gumbel) {  // `soft` holds the noise until the weights take its place
-    std::fill(scratch.soft, scratch.soft + entries * kTile, T(0.5));
+    std::fill(scratch.soft, scratch.soft + entries * kWidth, T(0.5));
     for (int64_t column = 0; column < count; ++column)
-      uniforms(routing.seed, uint64_t(first + column) * uint64_t(entries), entries, scratch.soft + column, kTile);
+      uniforms(routing.seed, uint64_t(first + column) * uint64_t(entries), entries, scratch.soft + column, kWidth);
   }
   const T inverse_tau = T(1) / T(routing.tau);
   for (int64_t i = 0; i < entries; ++i)
-    for (int64_t at = i * kTile; at < i * kTile + count; at += kLanes<T>) {
+    for (int64_t at = i * kWidth; at < i * kWidth + count; at += kLanes<T>) {
       const Vec<T> value = load(logits + at);
       store(scratch.z + at, (gumbel ? add_gumbel<T>(value, load(scratch.soft + at)) : value) * inverse_tau);
     }
   for (int64_t at = 0; at < count; at += kLanes<T>)
-    for (int64_t e = at; e < s.n * kTile + at; e += kTile)
-      softmax_column(s.m, s.n * kTile, pick, scratch.z + e, scratch.soft + e, scratch.hard + e);
+    for (int64_t e = at; e < s.n * kWidth + at; e += kWidth)
+      softmax_column(s.m, s.n * kWidth, pick, scratch.z + e, scratch.soft + e, scratch.hard + e);
   return pick ? scratch.hard : scratch.soft;
 }
 
 // routed [N*D] from blocks [M*D] and weights [M*N], tiles all
-template <typename T>
+template <int kWidth, typename T>
 void multiplex_tile(const BlockSizes& s, int64_t count, const T* blocks, const T* weights, T* routed) {
   for (int64_t at = 0; at < count; at += kLanes<T>)
-    lane_gemm<T>(s.n, s.d, s.m, {weights + at, kTile, s.n * kTile}, {blocks + at, s.d * kTile, kTile},
-                 {routed + at, s.d * kTile, kTile}, false);
+    lane_gemm<T>(s.n, s.d, s.m, {weights + at, kWidth, s.n * kWidth}, {blocks + at, s.d * kWidth, kWidth},
+                 {routed + at, s.d * kWidth, kWidth}, false);
 }
 
 // From the gradient of routed: writes grad_logits, writes or adds to grad_blocks (may be null); returns that of tau.
-template <typename T>
+template <int kWidth, typename T>
 double multiplex_tile_backward(const BlockSizes& s, const Routing& routing, int64_t count, const T* blocks,
-                               const T* grad_routed, const T* weights, const RoutingScratch<T>& scratch,
-                               T* grad_logits, T* grad_blocks, bool accumulate) {
+                               const T* grad_routed, const T* weights, const RoutingScratch<T, kWidth>& scratch,
+                               T* grad_logits, T* grad_blocks, bool accumulate, bool need_tau) {
   const T inverse_tau = T(1) / T(routing.tau);
   double grad_tau = 0;
   for (int64_t at = 0; at < count; at += kLanes<T>) {
-    lane_gemm<T>(s.m, s.n, s.d, {blocks + at, s.d * kTile, kTile}, {grad_routed + at, kTile, s.d * kTile},
-                 {grad_logits + at, s.n * kTile, kTile}, false);
+    lane_gemm<T>(s.m, s.n, s.d, {blocks + at, s.d * kWidth, kWidth}, {grad_routed + at, kWidth, s.d * kWidth},
+                 {grad_logits + at, s.n * kWidth, kWidth}, false);
     if (grad_blocks)
-      lane_gemm<T>(s.m, s.d, s.n, {weights + at, s.n * kTile, kTile}, {grad_routed + at, s.d * kTile, kTile},
-                   {grad_blocks + at, s.d * kTile, kTile}, accumulate);
-    for (int64_t e = at; e < s.n * kTile + at; e += kTile)
-      grad_tau += sum_first<T>(softmax_column_backward(s.m, s.n * kTile, inverse_tau, scratch.z + e, scratch.soft + e,
-                                                       grad_logits + e),
-                               count - at);
+      lane_gemm<T>(s.m, s.d, s.n, {weights + at, s.n * kWidth, kWidth}, {grad_routed + at, s.d * kWidth, kWidth},
+                   {grad_blocks + at, s.d * kWidth, kWidth}, accumulate);
+    for (int64_t e = at; e < s.n * kWidth + at; e += kWidth) {
+      const Vec<T> along_tau = softmax_column_backward(s.m, s.n * kWidth, inverse_tau, scratch.z + e, scratch.soft + e,
+                                                       grad_logits + e);
+      if (need_tau) grad_tau += sum_first<T>(along_tau, count - at);
+    }
   }
   return grad_tau;
 }
 
-// ---- the op by itself: one batch element after the other, as it lies in memory
+// ---- the op by itself, large blocks: one batch element after the other, as it lies in memory
 
 // Rows of logits padded to whole vectors.
 template <typename T>
@@ -200,16 +201,12 @@ int64_t padded(int64_t n) {
   return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
 }
 
-// z, soft, hard and grad [M, N padded], gradient transposed [D, N padded]
-template <typename T>
-int64_t multiplex_scratch(const BlockSizes& s) {
-  return (4 * s.m + s.d) * padded<T>(s.n) + s.m * s.n + kLanes<T>;
-}
-
+// z, soft, hard and grad [M, N padded], gradient transposed [D, N padded], noise
 template <typename T>
 struct ElementScratch {
   int64_t width;
   T *z, *soft, *hard, *grad, *transposed, *noise;
+  static int64_t size(const BlockSizes& s) { return (4 * s.m + s.d) * padded<T>(s.n) + s.m * s.n + kLanes<T>; }
   ElementScratch(const BlockSizes& s, T* memory) : width(padded<T>(s.n)) {
     z = memory;
     soft = z + s.m * width;
@@ -245,7 +242,7 @@ FASTMOD_INLINE const T* element_weights(const MultiplexArgs<T>& args, int64_t el
 }
 
 template <typename T>
-void multiplex_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
+void elements_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
   const BlockSizes& s = args.size;
   const ElementScratch<T> scratch(s, memory);
   for (int64_t element = begin; element < end; ++element) {
@@ -256,20 +253,26 @@ void multiplex_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end,
 }
 
 template <typename T>
-double multiplex_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
+double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
   constexpr int lanes = kLanes<T>;
   const BlockSizes& s = args.size;
   const ElementScratch<T> scratch(s, memory);
   const T inverse_tau = T(1) / T(args.routing.tau);
-  std::fill(scratch.transposed, scratch.transposed + s.d * scratch.width, T(0));
+  // Gradients of the weights are M*N products of rows: with lanes along D if D is long, else along N.
+  const bool by_dots = s.d >= 4 * lanes && s.d > 4 * s.n;
+  std::fill(scratch.grad, scratch.grad + (s.m + s.d) * scratch.width, T(0));  // padding is read, never written
   double grad_tau = 0;
   for (int64_t element = begin; element < end; ++element) {
     const T *blocks = args.blocks + element * s.m * s.d, *grad = args.grad + element * s.n * s.d;
     const T* weights = element_weights(args, element, scratch);
     small_gemm<T>(s.m, s.d, s.n, {weights, scratch.width, 1}, grad, s.d, args.grad_blocks + element * s.m * s.d, s.d);
-    transpose(grad, s.d, s.n, s.d, scratch.transposed, scratch.width);
-    small_gemm<T>(s.m, scratch.width, s.d, {blocks, s.d, 1}, scratch.transposed, scratch.width, scratch.grad,
-                  scratch.width);
+    if (by_dots) {
+      dots<T>(s.m, s.n, s.d, blocks, s.d, grad, s.d, scratch.grad, scratch.width);
+    } else {
+      transpose(grad, s.d, s.n, s.d, scratch.transposed, scratch.width);
+      small_gemm<T>(s.m, scratch.width, s.d, {blocks, s.d, 1}, scratch.transposed, scratch.width, scratch.grad,
+                    scratch.width);
+    }
     for (int64_t j = 0; j < s.n; j += lanes) {
       const Vec<T> along_tau = softmax_column_backward(s.m, scratch.width, inverse_tau, scratch.z + j,
                                                        scratch.soft + j, scratch.grad + j);
@@ -278,6 +281,72 @@ double multiplex_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t e
         store_first(args.grad_logits + (element * s.m + i) * s.n + j, load(scratch.grad + i * scratch.width + j),
                     std::min<int64_t>(lanes, s.n - j));
     }
+  }
+  return grad_tau;
+}
+
+// ---- the op by itself, small blocks: tiles of one vector, small enough for the first-level cache
+
+template <typename T>
+struct NarrowTile {
+  static constexpr int width = kLanes<T>;
+  RoutingScratch<T, width> routing;
+  T *logits, *grad_logits, *blocks, *grad_blocks, *routed;
+  static int64_t size(const BlockSizes& s) {
+    return RoutingScratch<T, width>::size(s) + (2 * s.m * s.n + 2 * s.m * s.d + s.n * s.d) * width;
+  }
+  static bool fits(const BlockSizes& s) { return size(s) * int64_t(sizeof(T)) <= 48 * 1024; }
+  NarrowTile(const BlockSizes& s, T* memory) : routing(s, memory) {
+    logits = memory + RoutingScratch<T, width>::size(s);
+    grad_logits = logits + s.m * s.n * width;
+    blocks = grad_logits + s.m * s.n * width;
+    grad_blocks = blocks + s.m * s.d * width;
+    routed = grad_blocks + s.m * s.d * width;
+  }
+  // Loads the inputs of `count` elements; returns the weights of the forward.
+  const T* load(const MultiplexArgs<T>& args, int64_t first, int64_t count) const {
+    const BlockSizes& s = args.size;
+    into_tile<width>(args.logits + first * s.m * s.n, count, s.m * s.n, logits);
+    into_tile<width>(args.blocks + first * s.m * s.d, count, s.m * s.d, blocks);
+    return route_weights<width>(s, args.routing, first, count, static_cast<const T*>(logits), routing);
+  }
+};
+
+template <typename T>
+int64_t multiplex_scratch(const BlockSizes& s) {
+  return NarrowTile<T>::fits(s) ? NarrowTile<T>::size(s) : ElementScratch<T>::size(s);
+}
+
+template <typename T>
+void multiplex_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
+  const BlockSizes& s = args.size;
+  if (!NarrowTile<T>::fits(s)) return elements_forward(args, begin, end, memory);
+  constexpr int width = NarrowTile<T>::width;
+  const NarrowTile<T> tile(s, memory);
+  for (int64_t first = begin; first < end; first += width) {
+    const int64_t count = std::min<int64_t>(width, end - first);
+    const T* weights = tile.load(args, first, count);
+    multiplex_tile<width>(s, count, static_cast<const T*>(tile.blocks), weights, tile.routed);
+    from_tile<width>(tile.routed, count, s.n * s.d, args.out + first * s.n * s.d);
+  }
+}
+
+template <typename T>
+double multiplex_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
+  const BlockSizes& s = args.size;
+  if (!NarrowTile<T>::fits(s)) return elements_backward(args, begin, end, memory);
+  constexpr int width = NarrowTile<T>::width;
+  const NarrowTile<T> tile(s, memory);
+  double grad_tau = 0;
+  for (int64_t first = begin; first < end; first += width) {
+    const int64_t count = std::min<int64_t>(width, end - first);
+    into_tile<width>(args.grad + first * s.n * s.d, count, s.n * s.d, tile.routed);
+    const T* weights = tile.load(args, first, count);
+    grad_tau += multiplex_tile_backward<width>(s, args.routing, count, static_cast<const T*>(tile.blocks),
+                                               static_cast<const T*>(tile.routed), weights, tile.routing,
+                                               tile.grad_logits, tile.grad_blocks, false, args.need_tau);
+    from_tile<width>(tile.grad_logits, count, s.m * s.n, args.grad_logits + first * s.m * s.n);
+    from_tile<width>(tile.grad_blocks, count, s.m * s.d, args.grad_blocks + first * s.m * s.d);
   }
   return grad_tau;
 }

@@ -14,6 +14,7 @@ constexpr int kLanes = Vector<T>::size;
 typedef int32_t IntVec __attribute__((vector_size(FASTMOD_VECTOR_BYTES)));
 
 #define FASTMOD_INLINE inline __attribute__((always_inline))
+#define FASTMOD_INLINE_LAMBDA __attribute__((always_inline))
 
 template <typename T>
 FASTMOD_INLINE Vec<T> load(const T* p) {
@@ -59,6 +60,18 @@ FASTMOD_INLINE void store_first(T* p, Vec<T> v, int64_t count) {
 template <typename T>
 FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {  // b where it is larger, a NaN in a stays
   return b > a ? b : a;
+}
+
+// Sum of all lanes, by halves.
+template <int kDistance, typename V, size_t... i>
+FASTMOD_INLINE V exchanged(V v, std::index_sequence<i...>) {
+  return __builtin_shufflevector(v, v, int(i ^ kDistance)...);
+}
+template <typename T, int kDistance = kLanes<T> / 2>
+FASTMOD_INLINE T sum_lanes(Vec<T> v) {
+  v += exchanged<kDistance>(v, std::make_index_sequence<kLanes<T>>{});
+  if constexpr (kDistance > 1) return sum_lanes<T, kDistance / 2>(v);
+  else return v[0];
 }
 
 // exp: argument reduction and polynomial of Cephes' expf, about 1 ulp; overflow to inf, gradual underflow, NaN kept.
@@ -134,13 +147,18 @@ FASTMOD_INLINE V interleave_high(V a, V b, std::index_sequence<i...>) {
   return __builtin_shufflevector(a, b, (i % 2 ? int(lanes + lanes / 2 + i / 2) : int(lanes / 2 + i / 2))...);
 }
 
-template <typename T>
-FASTMOD_INLINE void transpose_square(const T* source, int64_t source_stride, T* target, int64_t target_stride) {
+// A block of at most lanes x lanes; kPartial: of `rows` x `columns`, nothing outside them is touched.
+template <typename T, bool kPartial>
+FASTMOD_INLINE void transpose_block(const T* source, int64_t source_stride, T* target, int64_t target_stride,
+                                    int64_t rows, int64_t columns) {
   constexpr int lanes = kLanes<T>;
   constexpr auto sequence = std::make_index_sequence<lanes>{};
   Vec<T> a[lanes], b[lanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < lanes; ++i) a[i] = load(source + i * source_stride);
+  for (int i = 0; i < lanes; ++i) {
+    if constexpr (kPartial) a[i] = i < rows ? load_first(source + i * source_stride, columns) : Vec<T>{};
+    else a[i] = load(source + i * source_stride);
+  }
 #pragma GCC unroll 4
   for (int step = lanes; step > 1; step /= 2) {
 #pragma GCC unroll 8
@@ -152,7 +170,10 @@ FASTMOD_INLINE void transpose_square(const T* source, int64_t source_stride, T* 
     for (int i = 0; i < lanes; ++i) a[i] = b[i];
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < lanes; ++i) store(target + i * target_stride, a[i]);
+  for (int i = 0; i < lanes; ++i) {
+    if constexpr (!kPartial) store(target + i * target_stride, a[i]);
+    else if (i < columns) store_first(target + i * target_stride, a[i], rows);
+  }
 }
 
 // target[c][r] = source[r][c] for r < rows, c < columns
@@ -160,24 +181,25 @@ template <typename T>
 void transpose(const T* source, int64_t source_stride, int64_t rows, int64_t columns, T* target,
                int64_t target_stride) {
   constexpr int lanes = kLanes<T>;
-  const int64_t whole_rows = rows / lanes * lanes, whole_columns = columns / lanes * lanes;
-  for (int64_t r = 0; r < whole_rows; r += lanes)
-    for (int64_t c = 0; c < whole_columns; c += lanes)
-      transpose_square(source + r * source_stride + c, source_stride, target + c * target_stride + r, target_stride);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c)
-      target[c * target_stride + r] = source[r * source_stride + c];
+  for (int64_t r = 0; r < rows; r += lanes)
+    for (int64_t c = 0; c < columns; c += lanes) {
+      const T* from = source + r * source_stride + c;
+      T* to = target + c * target_stride + r;
+      const int64_t height = std::min<int64_t>(lanes, rows - r), width = std::min<int64_t>(lanes, columns - c);
+      if (height == lanes && width == lanes) transpose_block<T, false>(from, source_stride, to, target_stride, lanes, lanes);
+      else transpose_block<T, true>(from, source_stride, to, target_stride, height, width);
+    }
 }
 
-// Rows [count, features] of a batch into a tile [features, kTile]; columns past `count` are zero.
-template <typename T>
+// Rows [count, features] of a batch into a tile [features, kWidth]; columns past `count` are zero.
+template <int kWidth, typename T>
 void into_tile(const T* source, int64_t count, int64_t features, T* tile) {
-  if (count < kTile)
-    for (int64_t f = 0; f < features; ++f) std::fill(tile + f * kTile + count, tile + (f + 1) * kTile, T(0));
-  transpose(source, features, count, features, tile, kTile);
+  if (count < kWidth)
+    for (int64_t f = 0; f < features; ++f) std::fill(tile + f * kWidth + count, tile + (f + 1) * kWidth, T(0));
+  transpose(source, features, count, features, tile, kWidth);
 }
 
-template <typename T>
+template <int kWidth, typename T>
 void from_tile(const T* tile, int64_t count, int64_t features, T* target) {
-  transpose(tile, kTile, features, count, target, features);
+  transpose(tile, kWidth, features, count, target, features);
 }

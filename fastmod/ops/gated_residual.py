@@ -20,6 +20,20 @@ def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
     Returns:
         ``[..., N, D]``.
     """
+    chosen = backend.resolve("gated_residual", x)
+    if backend.checks_first(chosen):
+        _check(x, new, gate)
+    if chosen == "reference":
+        with backend.reference_autocast(x, new, gate) as (x, new, gate):
+            return reference(x, new, gate)
+    try:
+        return torch.ops.fastmod.gated_residual.default(x, new, gate, chosen == "triton")
+    except Exception:
+        _check(x, new, gate)
+        raise
+
+
+def _check(x: Tensor, new: Tensor, gate: Tensor) -> None:
     _checks.float_tensor("x", x, 2, "[..., N, D]")
     _checks.float_tensor("new", new, 2, "[..., N, D]")
     _checks.float_tensor("gate", gate, 1, "[..., N]")
@@ -27,11 +41,6 @@ def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
     _checks.same_kind("x", x, "gate", gate)
     _checks.exact_shape("new", new, x.shape, "the shape of x")
     _checks.exact_shape("gate", gate, x.shape[:-1], "[..., N], the shape of x without D")
-    chosen = backend.resolve("gated_residual", x)
-    if chosen == "reference":
-        with backend.reference_autocast(x, new, gate) as (x, new, gate):
-            return reference(x, new, gate)
-    return torch.ops.fastmod.gated_residual(x, new, gate, chosen == "triton")
 
 
 def reference(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:

@@ -57,23 +57,27 @@ def mfnnr(
         threshold: of the range penalty over the routing and gate logits; ``None`` for no penalty (a zero).
     """
     code = mode_code(mode)
-    _check_tensors(x, route, update, context)
+    chosen = backend.resolve("mfnnr", x)
+    if backend.checks_first(chosen):
+        _check(x, route, update, context)
     limit = NO_PENALTY if threshold is None else _checks.threshold(threshold)
     tau_tensor, tau_value = _checks.positive_tau(tau, x)
     seed_value = noise.seed_tensor(seed, x.device) if mode == "gumbel" else None
-    chosen = backend.resolve("mfnnr", x)
     if chosen == "reference":
         with backend.reference_autocast(x, *route, *update) as (x, *params):
             route, update = params[: len(route)], params[len(route) :]
             return reference(x, route, update, tau_tensor, tau_value, seed_value, code, context, limit)
-    return MFNNROutput(
-        *torch.ops.fastmod.mfnnr(
+    try:
+        found = torch.ops.fastmod.mfnnr.default(
             x, route, update, tau_tensor, tau_value, seed_value, code, context, limit, chosen == "triton"
         )
-    )
+    except Exception:
+        _check(x, route, update, context)
+        raise
+    return MFNNROutput(*found)
 
 
-def _check_tensors(x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor], context: bool) -> None:
+def _check(x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor], context: bool) -> None:
     _checks.float_tensor("x", x, 2, "[..., M, D]")
     m, d = x.shape[-2:]
     if m == 0 or d == 0:

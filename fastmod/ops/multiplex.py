@@ -34,6 +34,24 @@ def multiplex(
         ``[..., N, D]`` in the dtype of ``blocks``.
     """
     code = mode_code(mode)
+    chosen = backend.resolve("multiplex", blocks)
+    if backend.checks_first(chosen):
+        _check(blocks, logits)
+    tau_tensor, tau_value = _checks.positive_tau(tau, blocks)
+    seed_value = noise.seed_tensor(seed, blocks.device) if mode == "gumbel" else None
+    if chosen == "reference":
+        with backend.reference_autocast(blocks, logits) as (blocks, logits):
+            return reference(blocks, logits, tau_tensor, tau_value, seed_value, code)
+    try:
+        return torch.ops.fastmod.multiplex.default(
+            blocks, logits, tau_tensor, tau_value, seed_value, code, chosen == "triton"
+        )
+    except Exception:
+        _check(blocks, logits)
+        raise
+
+
+def _check(blocks: Tensor, logits: Tensor) -> None:
     _checks.float_tensor("blocks", blocks, 2, "[..., M, D]")
     _checks.float_tensor("logits", logits, 2, "[..., M, N]")
     _checks.same_kind("blocks", blocks, "logits", logits)
@@ -44,15 +62,6 @@ def multiplex(
         )
     if blocks.shape[-2] == 0:
         raise ValueError(f"blocks: expected [..., M, D] with M >= 1, got shape {_checks.shape(blocks)}")
-    tau_tensor, tau_value = _checks.positive_tau(tau, blocks)
-    seed_value = noise.seed_tensor(seed, blocks.device) if mode == "gumbel" else None
-    chosen = backend.resolve("multiplex", blocks)
-    if chosen == "reference":
-        with backend.reference_autocast(blocks, logits) as (blocks, logits):
-            return reference(blocks, logits, tau_tensor, tau_value, seed_value, code)
-    return torch.ops.fastmod.multiplex(
-        blocks, logits, tau_tensor, tau_value, seed_value, code, chosen == "triton"
-    )
 
 
 def mode_code(mode: str) -> int:

@@ -24,13 +24,22 @@ def range_penalty(*logits: Tensor, threshold: float = 20.0) -> Tensor:
     threshold = _checks.threshold(threshold)
     if not logits:
         raise ValueError("logits: expected at least one tensor, got none")
+    chosen = backend.resolve("range_penalty", logits[0])
+    if backend.checks_first(chosen):
+        _check(logits)
+    if chosen == "reference":
+        return reference(logits, threshold)
+    try:
+        return torch.ops.fastmod.range_penalty.default(logits, threshold, chosen == "triton")
+    except Exception:
+        _check(logits)
+        raise
+
+
+def _check(logits: Sequence[Tensor]) -> None:
     for i, value in enumerate(logits):
         _checks.float_tensor(f"logits[{i}]", value, 0, "[...]")
         _checks.same_kind("logits[0]", logits[0], f"logits[{i}]", value)
-    chosen = backend.resolve("range_penalty", logits[0])
-    if chosen == "reference":
-        return reference(logits, threshold)
-    return torch.ops.fastmod.range_penalty(logits, threshold, chosen == "triton")
 
 
 def reference(logits: Sequence[Tensor], threshold: float) -> Tensor:
