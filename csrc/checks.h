@@ -104,4 +104,14 @@ inline MfnnrSizes check_mfnnr(const at::Tensor& x, at::TensorList route, at::Ten
   return s;
 }
 
+// A stack of MFNNRs: per layer `fnn_tensors` tensors of the route FNN, then as many of the update FNN.
+inline void check_smfr(at::TensorList params, int64_t fnn_tensors, at::TensorList taus, at::TensorList seeds) {
+  TORCH_CHECK_VALUE(fnn_tensors > 0 && !params.empty() && params.size() % (2 * fnn_tensors) == 0,
+                    "params: expected a multiple of 2 * ", fnn_tensors, " tensors, got ", params.size());
+  const size_t layers = params.size() / (2 * fnn_tensors);
+  TORCH_CHECK_VALUE(taus.empty() || taus.size() == layers, "taus: expected none or ", layers, ", got ", taus.size());
+  TORCH_CHECK_VALUE(seeds.empty() || seeds.size() == layers, "seeds: expected none or ", layers, ", got ",
+                    seeds.size());
+}
+
 }  // namespace fastmod

@@ -37,4 +37,14 @@ std::vector<at::Tensor> mfnnr_backward(const OptionalTensor& grad_out, const Opt
                                        int64_t mode, bool context, double threshold, const at::Tensor& saved,
                                        bool need_x, bool need_params);
 
+// A stack of MFNNRs, params as in check_smfr. saved: activations of layer 0, its output, activations of layer 1, ...
+std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>>
+smfr_forward(const at::Tensor& x, at::TensorList params, int64_t fnn_tensors, at::TensorList taus,
+             at::TensorList seeds, int64_t mode, bool context, double threshold, bool save);
+// gradients of x, of every tau, then, if need_params, of every parameter
+std::vector<at::Tensor> smfr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty,
+                                      const at::Tensor& x, at::TensorList params, int64_t fnn_tensors,
+                                      at::TensorList taus, at::TensorList seeds, int64_t mode, bool context,
+                                      double threshold, at::TensorList saved, bool need_x, bool need_params);
+
 }  // namespace fastmod

@@ -78,7 +78,8 @@ def triton_ops() -> frozenset[str]:
         kernels = importlib.import_module("fastmod.kernels")
     except ImportError:
         return frozenset()
-    return frozenset(kernels.register())
+    # A stack of MFNNRs has no kernel of its own there: the extension calls that of one MFNNR layer by layer.
+    return frozenset([*kernels.register(), "smfr"])
 
 
 _load()

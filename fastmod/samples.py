@@ -63,7 +63,25 @@ def _mfnnr(label: str, route: Sequence[int], update: Sequence[int], m: int, d: i
     return Sample("mfnnr", label, ((3, m, d), *_fnn_shapes(*route), *_fnn_shapes(*update), ()), call)
 
 
+def _smfr(label: str, counts: Sequence[int], d: int, hidden: int, mode: str) -> Sample:
+    """Tensors: x, then both FNNs of every layer, then the temperatures."""
+    shapes: list[tuple[int, ...]] = [(3, counts[0], d)]
+    for m, n in pairwise(counts):
+        shapes += _fnn_shapes(m * d, hidden, m * n) + _fnn_shapes((n + m) * d, hidden, n * d + n)
+    depth = len(counts) - 1
+
+    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        layers = [(list(tensors[1 + 8 * i : 5 + 8 * i]), list(tensors[5 + 8 * i : 9 + 8 * i])) for i in range(depth)]
+        taus = list(tensors[1 + 8 * depth :])
+        result = ops.smfr(tensors[0], layers, mode=mode, taus=taus, seeds=list(range(depth)), threshold=0.5)
+        return [result.out, result.penalty]
+
+    return Sample("smfr", label, (*shapes, *[()] * depth), call)
+
+
 SAMPLES: tuple[Sample, ...] = (
+    _smfr("softmax", (3, 2, 4), 5, 7, "softmax"),
+    _smfr("gumbel", (2, 3), 4, 6, "gumbel"),
     Sample("multiplex", "softmax", ((3, 5, 7), (3, 5, 3), ()), lambda t: [ops.multiplex(t[0], t[1], tau=t[2])]),
     Sample("multiplex", "one block", ((2, 3, 1, 1), (2, 3, 1, 5)), lambda t: [ops.multiplex(t[0], t[1])]),
     Sample(

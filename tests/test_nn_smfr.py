@@ -435,7 +435,7 @@ def test_deepcopy_pickle_and_state_dict(backend: str, mode: str) -> None:
         ((1, 0, 1, 1, 1), {}, ValueError, "out_blocks"),
         ((1, 1, -1, 1, 1), {}, ValueError, "block_size"),
         ((1, 1, 1, 0, 1), {}, ValueError, "width"),
-        ((1, 1, 1, 1, 0), {}, ValueError, "depth"),
+        ((1, 1, 1, 1, -1), {}, ValueError, "depth"),
         ((1, 1, 1.5, 1, 1), {}, TypeError, "block_size: expected an int >= 1, got float"),
         ((1, 1, 1, 1, 1), {"hidden": 0}, ValueError, "hidden"),
         ((1, 1, 1, 1, 1), {"layers": 0}, ValueError, "layers"),

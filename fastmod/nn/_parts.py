@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fastmod.ops.multiplex import mode_code
 
 
-def positive_sizes(**sizes: int) -> None:
+def positive_sizes(*, least: int = 1, **sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int >= 1, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name}: expected an int >= 1, got {value}")
+            raise TypeError(f"{name}: expected an int >= {least}, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name}: expected an int >= {least}, got {value}")
 
 
 def check_blocks(name: str, value: Tensor, blocks: int, block_size: int, form: str) -> None:

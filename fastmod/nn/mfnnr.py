@@ -19,6 +19,14 @@ class Routing(NamedTuple):
     gates: Tensor  # [..., N], 0 copies the routed block, 1 replaces it
 
 
+def describe_routing(logits: Tensor, gate: Tensor, mode: str, tau: float | Tensor) -> Routing:
+    """Weights from the logits that an op returned for inspection."""
+    shown = mode_code("argmax" if mode == "argmax" else "softmax")
+    tau_tensor, tau_value = _checks.positive_tau(tau, logits)
+    weights = routing_weights(logits.to(_checks.compute_dtype(logits)), tau_tensor, tau_value, None, shown)
+    return Routing(weights.to(logits.dtype), torch.sigmoid(gate))
+
+
 class MFNNR(_parts.RoutedLayer):
     """A Multiplexer from M to N blocks, then an FNN with gated residual; forward and backward are one op each.
 
@@ -78,11 +86,7 @@ class MFNNR(_parts.RoutedLayer):
     def routing(self) -> Routing:
         """Routing and gate weights of the last forward, detached; Gumbel shows the soft weights when training."""
         result, mode, tau = self._last_forward()
-        wide = _checks.compute_dtype(result.logits)
-        shown = mode_code("argmax" if mode == "argmax" else "softmax")
-        tau_tensor, tau_value = _checks.positive_tau(tau, result.logits)
-        weights = routing_weights(result.logits.to(wide), tau_tensor, tau_value, None, shown)
-        return Routing(weights.to(result.logits.dtype), torch.sigmoid(result.gate))
+        return describe_routing(result.logits, result.gate, mode, tau)
 
     def _last_forward(self) -> tuple[MFNNROutput, str, float | Tensor]:
         if self._last is None:

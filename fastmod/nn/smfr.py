@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.nn.mfnnr import MFNNR, Routing
+from fastmod.nn.mfnnr import MFNNR, Routing, describe_routing
+from fastmod.ops import SMFROutput, smfr
 
 
 class SMFR(nn.Module):
-    """``depth + 1`` MFNNRs with block counts ``in_blocks, width, ..., width, out_blocks``.
+    """``depth + 1`` MFNNRs with block counts ``in_blocks, width, ..., width, out_blocks``, served by one op.
 
     Args:
         in_blocks, out_blocks: number of blocks that come in and go out.
         block_size: D.
         width: blocks between the layers.
-        depth: number of times that ``width`` blocks occur.
+        depth: number of times that ``width`` blocks occur, 0 or more.
         hidden, layers, mode, context, threshold: of every :class:`MFNNR`.
 
     Shapes: ``[..., in_blocks, D] -> [..., out_blocks, D]``. Parameters: ``stack.{i}.route.{j}.weight|bias`` and
-    ``stack.{i}.update.{j}.weight|bias``, with Gumbel also ``stack.{i}.log_tau``.
+    ``stack.{i}.update.{j}.weight|bias``, with Gumbel also ``stack.{i}.log_tau``. The layers of ``stack`` are called one
+    by one only if one of them has forward hooks.
     """
 
     def __init__(
@@ -40,26 +43,65 @@ class SMFR(nn.Module):
         threshold: float | None = 20.0,
     ) -> None:
         super().__init__()
-        _parts.positive_sizes(in_blocks=in_blocks, out_blocks=out_blocks, width=width, depth=depth)
+        _parts.positive_sizes(in_blocks=in_blocks, out_blocks=out_blocks, width=width)
+        _parts.positive_sizes(depth=depth, least=0)
         counts = [in_blocks, *[width] * depth, out_blocks]
         self.stack = nn.ModuleList(
             MFNNR(m, n, block_size, hidden=hidden, layers=layers, mode=mode, context=context, threshold=threshold)
             for m, n in pairwise(counts)
         )
 
+        self.in_blocks, self.block_size, self.mode = in_blocks, block_size, mode
+        self.context, self.threshold = context, self._layers()[0].threshold
+        # What the last forward left for penalty() and routing(): its output, mode and temperatures.
+        self._last: tuple[SMFROutput, str, list[float | Tensor]] | None = None
+
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.stack:
+        _parts.check_blocks("x", x, self.in_blocks, self.block_size, "in_blocks, block_size")
+        layers = self._layers()
+        routings = [layer.current_routing() for layer in layers]
+        mode, taus = routings[0][0], [tau for _, tau in routings]
+        if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+            result = self._by_layers(x, layers)
+        else:
+            result = smfr(
+                x,
+                [(_parts.fnn_tensors(layer.route), _parts.fnn_tensors(layer.update)) for layer in layers],
+                context=self.context,
+                mode=mode,
+                taus=None if self.mode == "softmax" else cast("list[Tensor]", taus),
+                threshold=self.threshold,
+            )
+        object.__setattr__(self, "_last", (result, mode, taus))  # nn.Module's own looks for parameters and modules
+        return result.out
+
+    @staticmethod
+    def _by_layers(x: Tensor, layers: list[MFNNR]) -> SMFROutput:
+        for layer in layers:
             x = layer(x)
-        return x
+        found = [layer._last_forward()[0] for layer in layers]
+        penalty = torch.stack([f.penalty for f in found]).sum()
+        return SMFROutput(x, penalty, [f.logits for f in found], [f.gate for f in found])
 
     def penalty(self) -> Tensor:
         """Sum of the range penalties of the last forward, a differentiable scalar; add it to the loss."""
-        first, *rest = (layer.penalty() for layer in self._layers())
-        return sum(rest, start=first)
+        return self._last_forward()[0].penalty
 
+    @torch.no_grad()
     def routing(self) -> list[Routing]:
         """Per layer the routing and gate weights of the last forward, detached."""
-        return [layer.routing() for layer in self._layers()]
+        result, mode, taus = self._last_forward()
+        parts = zip(result.logits, result.gates, taus, strict=True)
+        return [describe_routing(logits, gate, mode, tau) for logits, gate, tau in parts]
+
+    def _last_forward(self) -> tuple[SMFROutput, str, list[float | Tensor]]:
+        if self._last is None:
+            raise RuntimeError("penalty() and routing() describe the last forward, but there was none yet")
+        return self._last
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave out the last forward: its tensors belong to an autograd graph."""
+        return {**super().__getstate__(), "_last": None}
 
     def _layers(self) -> list[MFNNR]:
-        return cast("list[MFNNR]", list(self.stack))
+        return cast("list[MFNNR]", list(self.stack._modules.values()))

@@ -79,22 +79,29 @@ def mfnnr(
 
 def _check(x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor], context: bool) -> None:
     _checks.float_tensor("x", x, 2, "[..., M, D]")
-    m, d = x.shape[-2:]
+    check_layer("", x, x.shape[-2], x.shape[-1], route, update, context)
+
+
+def check_layer(
+    prefix: str, x: Tensor, m: int, d: int, route: Sequence[Tensor], update: Sequence[Tensor], context: bool
+) -> int:
+    """Check both FNNs of a layer that reads M blocks of size D, of the kind of ``x``; returns N."""
     if m == 0 or d == 0:
         raise ValueError(f"x: expected [..., M, D] with M >= 1 and D >= 1, got shape {_checks.shape(x)}")
-    outputs = _check_fnn("route", x, route, m * d)
+    outputs = _check_fnn(f"{prefix}route", x, route, m * d)
     n = outputs // m
     if outputs != m * n or n == 0:
         raise ValueError(
-            f"route[{len(route) - 2}]: expected a multiple of M = {m} output features, got shape "
+            f"{prefix}route[{len(route) - 2}]: expected a multiple of M = {m} output features, got shape "
             f"{_checks.shape(route[-2])}"
         )
-    outputs = _check_fnn("update", x, update, (n + m) * d if context else n * d)
+    outputs = _check_fnn(f"{prefix}update", x, update, (n + m) * d if context else n * d)
     if outputs != n * d + n:
         raise ValueError(
-            f"update[{len(update) - 2}]: expected N*D + N = {n * d + n} output features (N = {n}, D = {d}), got "
-            f"shape {_checks.shape(update[-2])}"
+            f"{prefix}update[{len(update) - 2}]: expected N*D + N = {n * d + n} output features (N = {n}, D = {d}), "
+            f"got shape {_checks.shape(update[-2])}"
         )
+    return n
 
 
 def _check_fnn(name: str, x: Tensor, params: Sequence[Tensor], features: int) -> int:
