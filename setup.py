@@ -5,12 +5,28 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import setup
+
+
+def find_cuda_home() -> str | None:
+    """The toolkit's folder. nvcc is asked, because the one on PATH may be a script in a folder of its own."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home or shutil.which("nvcc") is None:
+        return home
+    dry_run = subprocess.run(["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
+    return str(Path(top[1]).resolve()) if top else None
+
+
+CUDA_HOME = find_cuda_home()
+if CUDA_HOME:
+    os.environ["CUDA_HOME"] = CUDA_HOME  # torch's build tools read it when they are imported
 
 try:
     import torch
@@ -38,8 +54,7 @@ def cuda_decision() -> tuple[bool, str]:
         return True, f"TORCH_CUDA_ARCH_LIST={os.environ['TORCH_CUDA_ARCH_LIST']}"
     if torch.version.cuda is None:
         return False, "torch is a CPU build"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if shutil.which("nvcc") is None and not (home and Path(home, "bin", "nvcc").exists()):
+    if not (CUDA_HOME and Path(CUDA_HOME, "bin", "nvcc").exists()):
         return False, "nvcc was not found"
     return True, f"torch is a CUDA {torch.version.cuda} build and nvcc was found"
 

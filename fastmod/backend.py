@@ -53,7 +53,7 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def available(op: str, device_type: str) -> dict[str, bool]:
     """Backend -> whether it can serve ``op`` on tensors of ``device_type``."""
     return {

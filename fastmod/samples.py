@@ -80,8 +80,8 @@ def _smfr(label: str, counts: Sequence[int], d: int, hidden: int, mode: str) -> 
 
 
 SAMPLES: tuple[Sample, ...] = (
-    _smfr("softmax", (3, 2, 4), 5, 7, "softmax"),
-    _smfr("gumbel", (2, 3), 4, 6, "gumbel"),
+    _smfr("softmax", (3, 2, 2), 3, 4, "softmax"),
+    _smfr("gumbel", (2, 3), 3, 4, "gumbel"),
     Sample("multiplex", "softmax", ((3, 5, 7), (3, 5, 3), ()), lambda t: [ops.multiplex(t[0], t[1], tau=t[2])]),
     Sample("multiplex", "one block", ((2, 3, 1, 1), (2, 3, 1, 5)), lambda t: [ops.multiplex(t[0], t[1])]),
     Sample(

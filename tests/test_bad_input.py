@@ -82,7 +82,7 @@ def test_message(case: str) -> None:
 
 
 def test_triton_on_cpu_tensors_without_the_interpreter() -> None:
-    with fastmod.use_backend("triton"), pytest.raises(RuntimeError, match="backend.*triton.*multiplex"):
+    with fastmod.use_backend("triton"), pytest.raises(RuntimeError, match=r"backend.*triton.*multiplex"):
         ops.multiplex(X, W)
 
 

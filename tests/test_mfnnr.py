@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,12 +14,18 @@ from fastmod import ops
 from tests.agreement import assert_agrees, laid_out, run
 
 Sizes = tuple[int, int, int, int, int, int]  # batch, M, N, D, hidden, layers
-SHAPES: list[Sizes] = [(128, 6, 8, 10, 100, 1), (1, 1, 1, 1, 3, 1), (70, 3, 2, 5, 13, 2), (33, 2, 3, 4, 70, 3), (9, 2, 3, 4, 5, 0)]
+SHAPES: list[Sizes] = [
+    (128, 6, 8, 10, 100, 1),
+    (1, 1, 1, 1, 3, 1),
+    (70, 3, 2, 5, 13, 2),
+    (33, 2, 3, 4, 70, 3),
+    (9, 2, 3, 4, 5, 0),
+]
 
 
 def linears(widths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     found = []
-    for i, o in zip(widths[:-1], widths[1:], strict=True):
+    for i, o in pairwise(widths):
         found += [torch.randn(o, i, dtype=dtype) / i**0.5, torch.randn(o, dtype=dtype)]
     return found
 

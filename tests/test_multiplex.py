@@ -125,7 +125,8 @@ def test_noise_does_not_depend_on_batch_split_or_threads() -> None:
         torch.set_num_threads(threads)
     assert torch.equal(ops.multiplex(blocks[:3], logits[:3], mode="gumbel", seed=2), whole[:3])
     assert torch.equal(
-        ops.multiplex(blocks.view(10, 100, 6, 7), logits.view(10, 100, 6, 5), mode="gumbel", seed=2).view_as(whole), whole
+        ops.multiplex(blocks.view(10, 100, 6, 7), logits.view(10, 100, 6, 5), mode="gumbel", seed=2).view_as(whole),
+        whole,
     )
 
 
@@ -143,7 +144,9 @@ def test_opcheck(mode: int) -> None:
     permuted = laid_out(blocks, "permuted").requires_grad_()
     seed = torch.tensor(3) if mode == 1 else None
     tau = torch.tensor(0.7, requires_grad=True)
-    torch.library.opcheck(torch.ops.fastmod.multiplex.default, (permuted, logits.requires_grad_(), tau, 1.0, seed, mode))
+    torch.library.opcheck(
+        torch.ops.fastmod.multiplex.default, (permuted, logits.requires_grad_(), tau, 1.0, seed, mode)
+    )
     torch.library.opcheck(torch.ops.fastmod.multiplex.default, (blocks, logits, None, 1.0, seed, mode))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ COUNTS = (3, 4, 4, 2)
 def draw(batch: int, d: int = 5, hidden: int = 13, layers: int = 1, counts=COUNTS, context=True, dtype=torch.float32):
     """``[x, taus..., params...]``"""
     params = []
-    for m, n in zip(counts[:-1], counts[1:], strict=True):
+    for m, n in pairwise(counts):
         params += linears([m * d, *[hidden] * layers, m * n], dtype)
         params += linears([(n + m * context) * d, *[hidden] * layers, n * d + n], dtype)
     taus = [torch.tensor(0.8, dtype=dtype), torch.tensor(1.1, dtype=dtype), torch.tensor(0.6, dtype=dtype)]
@@ -122,9 +124,9 @@ def test_messages() -> None:
                 ops.smfr(x, [])
             with pytest.raises(ValueError, match=r"layers\[1\]\.route\[0\].*in = 10"):
                 ops.smfr(x, [(route, update), (route, update)])
-            with pytest.raises(ValueError, match="taus.*1, got 2"):
+            with pytest.raises(ValueError, match=r"taus.*1, got 2"):
                 ops.smfr(x, [(route, update)], taus=[torch.tensor(1.0)] * 2)
-            with pytest.raises(ValueError, match="seeds.*1, got 2"):
+            with pytest.raises(ValueError, match=r"seeds.*1, got 2"):
                 ops.smfr(x, [(route, update)], mode="gumbel", seeds=[1, 2])
             with pytest.raises(ValueError, match="one number of layers"):
                 ops.smfr(x, [(route, linears([25, 3, 12], torch.float32))])

@@ -41,10 +41,8 @@ def main() -> int:
     )
     parser.add_argument("--archs", default="8.0 9.0 12.0", help="TORCH_CUDA_ARCH_LIST")
     options = parser.parse_args()
-    home = cuda_home()
-    if home is None:
+    if shutil.which("nvcc") is None and "CUDA_HOME" not in os.environ:
         return fail("nvcc was not found: put the CUDA toolkit on PATH or set CUDA_HOME")
-    os.environ["CUDA_HOME"] = home
     python = options.env.absolute() / "bin" / "python"
     prepare(options.env, python)
     site, seconds = build(python, options.archs)
@@ -56,15 +54,6 @@ def main() -> int:
         return fail("missing in the extension:\n" + "\n".join(missing))
     print(f"no symbol is missing; built for {options.archs} in {seconds:.0f} s, {library.stat().st_size / 1e6:.1f} MB")
     return 0
-
-
-def cuda_home() -> str | None:
-    """The toolkit's folder; nvcc is asked, because the one on PATH may be a script in a folder of its own."""
-    if "CUDA_HOME" in os.environ or shutil.which("nvcc") is None:
-        return os.environ.get("CUDA_HOME")
-    result = subprocess.run(["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
-    top = re.search(r"^#\$ TOP=(.+)$", result.stderr, re.MULTILINE)
-    return str(Path(top[1]).resolve()) if top else None
 
 
 def prepare(env: Path, python: Path) -> None:

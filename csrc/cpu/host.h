@@ -40,7 +40,7 @@ inline Routing read_routing(const OptionalTensor& tau, double tau_value, const O
 }
 
 // Two threads on little work run slower than one; below this many cycles a thread is not worth waking.
-constexpr double kCyclesPerThread = 40e3;
+constexpr double kCyclesPerThread = 12e3;
 
 // body(index, scratch) for every index, in parallel when the work is worth it. No result may depend on who runs what.
 template <typename T, typename Body>

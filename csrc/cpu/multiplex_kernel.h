@@ -241,11 +241,22 @@ FASTMOD_INLINE const T* element_weights(const MultiplexArgs<T>& args, int64_t el
   return pick ? scratch.hard : scratch.soft;
 }
 
+// An element spans pages, where the hardware prefetcher stops: ask for the next one while this one is at work.
+template <int kWrite, typename T>
+FASTMOD_INLINE void prefetch(const T* data, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(data + i, kWrite);
+}
+
 template <typename T>
 void elements_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
   const BlockSizes& s = args.size;
   const ElementScratch<T> scratch(s, memory);
   for (int64_t element = begin; element < end; ++element) {
+    if (element + 1 < end) {
+      prefetch<0>(args.blocks + (element + 1) * s.m * s.d, s.m * s.d);
+      prefetch<0>(args.logits + (element + 1) * s.m * s.n, s.m * s.n);
+      prefetch<1>(args.out + (element + 1) * s.n * s.d, s.n * s.d);
+    }
     const T* weights = element_weights(args, element, scratch);
     small_gemm<T>(s.n, s.d, s.m, {weights, 1, scratch.width}, args.blocks + element * s.m * s.d, s.d,
                   args.out + element * s.n * s.d, s.d);
@@ -264,6 +275,13 @@ double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t en
   double grad_tau = 0;
   for (int64_t element = begin; element < end; ++element) {
     const T *blocks = args.blocks + element * s.m * s.d, *grad = args.grad + element * s.n * s.d;
+    if (element + 1 < end) {
+      prefetch<0>(blocks + s.m * s.d, s.m * s.d);
+      prefetch<0>(grad + s.n * s.d, s.n * s.d);
+      prefetch<0>(args.logits + (element + 1) * s.m * s.n, s.m * s.n);
+      prefetch<1>(args.grad_blocks + (element + 1) * s.m * s.d, s.m * s.d);
+      prefetch<1>(args.grad_logits + (element + 1) * s.m * s.n, s.m * s.n);
+    }
     const T* weights = element_weights(args, element, scratch);
     small_gemm<T>(s.m, s.d, s.n, {weights, scratch.width, 1}, grad, s.d, args.grad_blocks + element * s.m * s.d, s.d);
     if (by_dots) {

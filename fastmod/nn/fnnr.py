@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.ops import gated_residual
+from fastmod.ops.gated_residual import gated_residual
 from fastmod.ops.mfnnr import fnn
 
 

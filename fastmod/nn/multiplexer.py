@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastmod.nn import _parts
-from fastmod.ops import multiplex
 from fastmod.ops.mfnnr import fnn
+from fastmod.ops.multiplex import multiplex
 
 
 class Multiplexer(_parts.RoutedLayer):

@@ -70,9 +70,7 @@ def mode_code(mode: str) -> int:
     return MODES[mode]
 
 
-def routing_weights(
-    logits: Tensor, tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int
-) -> Tensor:
+def routing_weights(logits: Tensor, tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> Tensor:
     """The weights ``[..., M, N]`` in plain PyTorch: soft, or one-hot with the gradient of the soft ones."""
     if tau is not None:
         if tau.device.type == "cpu" and not torch.compiler.is_compiling() and not tau.item() > 0:

@@ -60,7 +60,8 @@ def smfr(
     tau_tensors = list(taus or ())
     seed_tensors: list[Tensor] = []
     if mode == "gumbel":
-        seed_tensors = [noise.seed_tensor(s, x.device) for s in (seeds or [None] * len(layers))]
+        chosen_seeds: Sequence[int | Tensor | None] = seeds or [None] * len(layers)
+        seed_tensors = [noise.seed_tensor(s, x.device) for s in chosen_seeds]
     if chosen == "reference":
         with backend.reference_autocast(x, *params) as (x, *params):
             return reference(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit)
