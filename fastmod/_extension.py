@@ -64,9 +64,35 @@ def native_devices() -> tuple[str, ...]:
 
 @cache
 def _has_cuda_kernels() -> bool:
-    """Whether the CUDA part was built and holds code for the GPU at hand."""
+    """Whether the CUDA part was built and holds code for the GPU at hand; if not, one warning says so."""
     assert MODULE is not None
-    return bool(MODULE.has_cuda())
+    if not MODULE.has_cuda():
+        return False
+    archs = MODULE.stamp()["archs"]
+    if not torch.cuda.is_available() or covers(archs, torch.cuda.get_device_capability()):
+        return True
+    major, minor = torch.cuda.get_device_capability()
+    warnings.warn(
+        f"fastmod: the CUDA kernels were built for {archs}, this GPU is {major}.{minor}: they are not used. "
+        f'Rebuild them with: TORCH_CUDA_ARCH_LIST="{major}.{minor}+PTX" {REBUILD}',
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def covers(archs: str, capability: tuple[int, int]) -> bool:
+    """Whether code built for ``archs`` ("8.0 9.0+PTX") runs on a GPU: machine code within its major version, PTX on
+    anything newer. Architectures that are not numbers ("visible GPUs") are taken on trust."""
+    for arch in archs.replace(";", " ").split():
+        number, _, ptx = arch.partition("+")
+        try:
+            major, minor = (int(part) for part in number.rstrip("af").split("."))
+        except ValueError:
+            return True
+        if (major, minor) <= capability and (major == capability[0] or ptx == "PTX"):
+            return True
+    return False
 
 
 @cache

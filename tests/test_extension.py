@@ -97,3 +97,20 @@ def test_use_backend_as_call_and_as_context() -> None:
         assert fastmod.backend._active == "reference"
     finally:
         fastmod.use_backend("auto")
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "expected"),
+    [
+        ("8.0 9.0", (8, 0), True),
+        ("8.0 9.0", (8, 9), True),
+        ("8.6", (8, 0), False),
+        ("8.0 9.0", (12, 0), False),
+        ("8.0;9.0+PTX", (12, 0), True),
+        ("9.0a", (9, 0), True),
+        ("9.0+PTX", (7, 5), False),
+        ("visible GPUs", (7, 5), True),
+    ],
+)
+def test_architectures(archs: str, capability: tuple[int, int], expected: bool) -> None:
+    assert fastmod._extension.covers(archs, capability) is expected
