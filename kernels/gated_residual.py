@@ -28,13 +28,13 @@ def gate_rows(
     t = tl.load(gate_ptr + b * gate_stride + n, mask=mask, other=0.0).to(CT)
     if copy_ptr is not None:
         tl.store(copy_ptr + rows, t, mask=mask)
-    s = sigmoid(t)
+    s, shut = sigmoid(t), sigmoid(-t)  # 1 - sigmoid(t) would cancel
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         tile = mask[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + rows[:, None] * D + d[None, :], mask=tile, other=0.0).to(CT)
         new = tl.load(new_ptr + (b * new_stride + n * D)[:, None] + d[None, :], mask=tile, other=0.0).to(CT)
-        out = s[:, None] * new + (1 - s)[:, None] * x
+        out = s[:, None] * new + shut[:, None] * x
         tl.store(out_ptr + rows[:, None] * D + d[None, :], out, mask=tile)
     squares = tl.zeros(rows.shape, CT)
     if PENALTY:
@@ -74,7 +74,7 @@ def backward_kernel(
     mask = rows < R
     b, n = split_rows(pid * BLOCK_R, tl.arange(0, BLOCK_R), N)
     t = tl.load(gate_ptr + b * gate_stride + n, mask=mask, other=0.0).to(CT)
-    s = sigmoid(t)
+    s, shut = sigmoid(t), sigmoid(-t)  # 1 - sigmoid(t) would cancel
     # As autograd sums it: the difference of two sums, not the sum of differences, for the same infinities.
     taken = tl.zeros(rows.shape, CT)
     kept = tl.zeros(rows.shape, CT)
@@ -90,9 +90,9 @@ def backward_kernel(
             new = tl.load(new_ptr + at_new, mask=tile, other=0.0).to(CT)
             taken += tl.sum(g * new, axis=1)
             kept += tl.sum(g * x, axis=1)
-        tl.store(dx_ptr + at, (1 - s)[:, None] * g, mask=tile)
+        tl.store(dx_ptr + at, shut[:, None] * g, mask=tile)
         tl.store(dnew_ptr + at_new, s[:, None] * g, mask=tile)
-    dgate = (taken - kept) * (1 - s) * s
+    dgate = (taken - kept) * shut * s
     if grad_penalty_ptr is not None:
         dgate += 2 * tl.load(grad_penalty_ptr).to(CT) * excess(t, tl.full([], threshold, CT))
     tl.store(dgate_ptr + b * gate_stride + n, dgate, mask=mask)

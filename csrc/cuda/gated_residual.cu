@@ -13,9 +13,10 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t e = global_thread();  // of x and out [batch, n, d]
   if (e >= shape.batch * shape.n * shape.d) return;
   const int64_t row = quotient(e, shape.d), b = quotient(row, shape.n), n = row - b * shape.n;
-  const C open = sigmoid(widen(gate[b * shape.gate_stride + n]));
+  const C logit = widen(gate[b * shape.gate_stride + n]);
   const C value = widen(fresh[b * shape.new_stride + e - b * shape.n * shape.d]);
-  narrow(open * value + (C(1) - open) * widen(x[e]), out + e);
+  // sigmoid(-t) is 1 - sigmoid(t) without the cancellation
+  narrow(sigmoid(logit) * value + sigmoid(-logit) * widen(x[e]), out + e);
 }
 
 // `lanes` threads (a power of two, at most a warp) share a row, so that a short row does not idle most of a warp.
@@ -30,18 +31,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t b = active ? quotient(row, shape.n) : 0, n = active ? row - b * shape.n : 0;
   const int64_t at_gate = b * shape.gate_stride + n, at_new = b * shape.new_stride + n * shape.d;
   const C logit = active ? widen(gate[at_gate]) : C(0);
-  const C open = sigmoid(logit);
+  const C open = sigmoid(logit), shut = sigmoid(-logit);
   C total = 0;
   for (int64_t d = lane; active && d < shape.d; d += lanes) {
     const int64_t e = row * shape.d + d;
     const C g = grad ? widen(grad[e]) : C(0);
     if (grad) total += g * (widen(fresh[at_new + d]) - widen(x[e]));
     narrow(open * g, grad_fresh + at_new + d);
-    narrow((C(1) - open) * g, grad_x + e);
+    narrow(shut * g, grad_x + e);
   }
   for (int offset = lanes / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(kAllLanes, total, offset);
   if (active && lane == 0) {
-    C result = total * open * (C(1) - open);
+    C result = total * open * shut;
     if (grad_penalty) result += C(2) * *grad_penalty * excess(logit, threshold);
     narrow(result, grad_gate + at_gate);
   }

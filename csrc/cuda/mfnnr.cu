@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int64_t e = threadIdx.x; e < rows * values; e += kThreads) {
     const int64_t row = quotient(e, values), value = e - row * values, n = quotient(value, shape.d);
     const C* outputs = fresh + (first_row + row) * (values + shape.n);
-    const C open = sigmoid(outputs[values + n]);
+    const C logit = outputs[values + n];
     const int64_t at = first_row * values + e;
-    out[at] = open * outputs[value] + (C(1) - open) * routed[at];
+    out[at] = sigmoid(logit) * outputs[value] + sigmoid(-logit) * routed[at];
   }
   for (int64_t e = threadIdx.x; e < rows * shape.n; e += kThreads) {
     const int64_t row = quotient(e, shape.n);

@@ -1,0 +1,153 @@
+"""csrc/cuda/bindings.cpp itself, over the host harness, on CPU tensors: values against the fp64 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastmod.ops._checks import FLOAT_DTYPES, compute_dtype
+from fastmod.ops.gated_residual import reference as gated_residual_reference
+from fastmod.ops.mfnnr import NO_PENALTY
+from fastmod.ops.multiplex import reference as multiplex_reference
+from fastmod.ops.range_penalty import reference as range_penalty_reference
+from tests.cuda_host import UnavailableError, build_bindings
+from tests.cuda_host.checks import (
+    ARGMAX,
+    F64,
+    GUMBEL,
+    SEED,
+    SMALL_MFNNR,
+    SOFTMAX,
+    Mfnnr,
+    assert_close,
+    gradients,
+    linears,
+    plain_mfnnr,
+    random,
+)
+
+
+@pytest.fixture(scope="module")
+def bindings() -> Any:
+    try:
+        torch.ops.load_library(str(build_bindings()))
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    return torch.ops.fastmod_cuda_host
+
+
+def permuted(tensor: Tensor) -> Tensor:
+    """The same values, dense but in another order in memory."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("mode", [SOFTMAX, GUMBEL, ARGMAX])
+def test_bound_multiplex(bindings: Any, dtype: torch.dtype, mode: int) -> None:
+    wide = compute_dtype(torch.empty(0, dtype=dtype))
+    blocks, logits = permuted(random(2, 3, 4, 5, dtype=dtype)), permuted(random(2, 3, 4, 6, dtype=dtype))
+    tau, seed = torch.tensor(0.75), torch.tensor(SEED)
+
+    def plain(blocks: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
+        return multiplex_reference(blocks, logits, temperature, 1.0, seed, mode)
+
+    grad = random(1, dtype=dtype).expand(2, 3, 6, 5)
+    inputs = [blocks, logits, tau, grad]
+    exact, usual = gradients(plain, inputs, F64), gradients(plain, inputs, dtype)
+    out = bindings.multiplex_forward(blocks, logits, tau, 1.0, seed, mode)
+    got = [out, *bindings.multiplex_backward(grad, blocks, logits, tau, 1.0, seed, mode)]
+    usual[3] = usual[3].to(wide)
+    for name, *values in zip(["out", "grad_blocks", "grad_logits", "grad_tau"], got, exact, usual, strict=True):
+        assert values[0].is_contiguous()
+        assert values[0].dtype == values[2].dtype
+        assert_close(name, *values, factor=3, scale=10.0 if name == "grad_tau" else 0.0)
+    *by_value, none = bindings.multiplex_backward(grad, blocks, logits, None, 0.75, seed, mode)
+    assert torch.equal(by_value[0], got[1])
+    assert torch.equal(by_value[1], got[2])
+    assert none.item() == 0
+    assert none.dtype == wide
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_bound_gate_and_penalty(bindings: Any, dtype: torch.dtype) -> None:
+    x, new = permuted(random(2, 3, 4, dtype=dtype)), random(2, 3, 4, dtype=dtype, seed=1)
+    gate = random(2, 3, dtype=dtype)
+    grad = random(1, dtype=dtype).expand(2, 3, 4)
+    inputs = [x, new, gate, grad]
+    exact = gradients(gated_residual_reference, inputs, F64)
+    usual = gradients(gated_residual_reference, inputs, dtype)
+    got = [bindings.gated_residual_forward(x, new, gate), *bindings.gated_residual_backward(grad, x, new, gate)]
+    for name, *values in zip(["out", "grad_x", "grad_new", "grad_gate"], got, exact, usual, strict=True):
+        assert_close(name, *values, factor=3)
+
+    def plain(*logits: Tensor) -> Tensor:
+        return range_penalty_reference(logits, 0.5)
+
+    tensors = [x, gate, x[:0], new[0, 0, 0]]
+    weight = torch.tensor(0.3, dtype=compute_dtype(x))
+    exact, usual = gradients(plain, [*tensors, weight], F64), gradients(plain, [*tensors, weight], dtype)
+    got = [bindings.range_penalty_forward(tensors, 0.5), *bindings.range_penalty_backward(weight, tensors, 0.5)]
+    assert got[0].dtype == weight.dtype
+    assert got[0].dim() == 0
+    for i, values in enumerate(zip(got, exact, usual, strict=True)):
+        assert_close(f"penalty[{i}]", *values, factor=3)
+
+
+BOUND_MFNNR = [
+    SMALL_MFNNR,
+    SMALL_MFNNR._replace(dtype=F64, mode=GUMBEL),
+    SMALL_MFNNR._replace(dtype=F64, context=False, mode=ARGMAX),
+    SMALL_MFNNR._replace(threshold=NO_PENALTY),
+    SMALL_MFNNR._replace(route=(130,), update=(140, 3)),  # cuBLAS
+    SMALL_MFNNR._replace(route=(130,), update=(140, 3), dtype=F64, mode=GUMBEL, context=False),
+    SMALL_MFNNR._replace(route=(130,), threshold=NO_PENALTY),
+    SMALL_MFNNR._replace(sizes=(0, 3, 4, 5)),
+    SMALL_MFNNR._replace(dtype=torch.bfloat16),
+    SMALL_MFNNR._replace(dtype=torch.float16, route=(130,)),
+]
+
+
+@pytest.mark.parametrize("case", BOUND_MFNNR, ids=Mfnnr.id)
+def test_bound_mfnnr(bindings: Any, case: Mfnnr) -> None:
+    batch, m, n, d = case.sizes
+    dtype, tau, seed = case.dtype, torch.tensor(0.75), torch.tensor(SEED)
+    wide = compute_dtype(torch.empty(0, dtype=dtype))
+    x = permuted(random(batch, m, d, dtype=dtype))
+    route = linears(m * d, [*case.route, m * n], dtype, seed=10)
+    update = linears((n + m if case.context else n) * d, [*case.update, n * d + n], dtype, seed=20)
+    grad_out = random(1, dtype=dtype).expand(batch, n, d)
+    grad_penalty = torch.tensor(0.3, dtype=wide)
+    routing = (tau, 1.0, seed, case.mode, case.context, case.threshold)
+    *values, saved = bindings.mfnnr_forward(x, route, update, *routing, True)
+    rows = sum(bias.numel() for bias in [*route[1::2], *update[1::2]]) + n * d
+    assert saved.shape == (rows * -(-batch // 64) * 64,)
+    assert saved.dtype == wide
+    *again, nothing = bindings.mfnnr_forward(x, route, update, *routing, False)
+    assert nothing.numel() == 0
+    assert all(map(torch.equal, values, again))
+
+    before = saved.clone()
+    for grads in ((grad_out, grad_penalty), (grad_out, None), (None, grad_penalty)):
+        got = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, True, True)
+        grad_of_x, grad_of_tau = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, True, False)
+        assert torch.equal(grad_of_x, got[0])
+        assert torch.equal(grad_of_tau, got[1])
+        empty, *rest = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, False, True)
+        assert empty.numel() == 0
+        assert all(map(torch.equal, rest, got[1:]))
+        no_x, only_tau = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, False, False)
+        assert no_x.numel() == 0
+        assert torch.equal(only_tau, got[1])
+        assert saved.nan_to_num().equal(before.nan_to_num())  # its padding may hold anything
+        flat = None if grads[0] is None else grad_out.flatten(1)
+        exact, usual = (plain_mfnnr(case, x, route, update, 0.75, kind, True, flat, grads[1]) for kind in (F64, dtype))
+        usual[5] = usual[5].to(wide)  # gradient of tau
+        names = ["out", "penalty", "logits", "gate", "grad_x", "grad_tau"]
+        names += [f"grad_route[{i}]" for i in range(len(route))] + [f"grad_update[{i}]" for i in range(len(update))]
+        values = [t.flatten(1) if t.dim() > 1 else t for t in values]
+        for name, *three in zip(names, [*values, *got], exact, usual, strict=True):
+            assert three[0].dtype == three[2].dtype, name
+            assert_close(name, *three, factor=4, scale=float(batch * n) if name == "grad_tau" else 0.0)
