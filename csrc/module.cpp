@@ -13,7 +13,8 @@ PYBIND11_MODULE(_C, m) {
       "set_cpu_isa",
       [](const char* isa) {
         if (!fastmod::cpu::set_isa(isa))
-          throw pybind11::value_error(std::string("isa: expected baseline, or avx2 or avx512 where the machine has it; got ") + isa);
+          throw pybind11::value_error(
+              std::string("isa: expected baseline, or avx2 or avx512 where the machine has it; got ") + isa);
       },
       pybind11::arg("isa"), "Force an instruction set, to test its kernels.");
   m.def("has_cuda", [] {

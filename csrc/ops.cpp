@@ -247,11 +247,12 @@ struct Mfnnr : torch::autograd::Function<Mfnnr> {
     variable_list result(1 + params + 8);  // x, params, tau, then seven arguments that have no gradient
     if (!grads[0].defined() && !grads[1].defined()) return result;
     const TensorList all(saved);
-    auto found = mfnnr_backward_kernel()(ctx->saved_data["triton"].toBool(), defined_or_none(grads[0]), defined_or_none(grads[1]),
-                        saved[0], all.slice(kFixed, route), all.slice(kFixed + route), defined_or_none(tau),
-                        ctx->saved_data["tau_value"].toDouble(), defined_or_none(saved[2]),
-                        ctx->saved_data["mode"].toInt(), ctx->saved_data["context"].toBool(),
-                        ctx->saved_data["threshold"].toDouble(), saved[3], ctx->needs_input_grad(0), need_params);
+    auto found = mfnnr_backward_kernel()(
+        ctx->saved_data["triton"].toBool(), defined_or_none(grads[0]), defined_or_none(grads[1]), saved[0],
+        all.slice(kFixed, route), all.slice(kFixed + route), defined_or_none(tau),
+        ctx->saved_data["tau_value"].toDouble(), defined_or_none(saved[2]), ctx->saved_data["mode"].toInt(),
+        ctx->saved_data["context"].toBool(), ctx->saved_data["threshold"].toDouble(), saved[3],
+        ctx->needs_input_grad(0), need_params);
     if (ctx->needs_input_grad(0)) result[0] = found[0];
     for (size_t i = 0; need_params && i < params; ++i) result[1 + i] = found[2 + i];
     if (tau.defined()) result[1 + params] = found[1].to(tau.scalar_type());

@@ -464,3 +464,47 @@ def test_bad_constructor_arguments(arguments: tuple, options: dict, error: type[
 def test_bad_input(backend: str, x: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         small()(x)
+
+
+@pytest.mark.parametrize("mode", ["softmax", "gumbel"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_a_layer_run_and_change_no_value(mode: str, kind: str) -> None:
+    model, x = small(mode), batch(6).requires_grad_()
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(3)
+        out = model(x)
+        return [out, model.penalty(), *torch.autograd.grad(out.sin().sum() + model.penalty(), [x, *model.parameters()])]
+
+    expected, shown = step(), model.routing()
+    calls: list[str] = []
+    getattr(model.stack[1], f"register_{kind}_hook")(lambda *_: calls.append(kind))
+    for got, want in zip(step(), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert calls == [kind]
+    for got, want in zip(model.routing(), shown, strict=True):
+        torch.testing.assert_close(got.weights, want.weights)
+
+
+def test_a_subclassed_layer_is_called() -> None:
+    class Doubled(MFNNR):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model, x = small(), batch(6)
+    first = model.stack[0]
+    model.stack[0] = Doubled(4, 3, 5, hidden=7, layers=2)
+    model.stack[0].load_state_dict(first.state_dict())
+    expected = 2 * first(x)
+    for layer in list(model.stack)[1:]:
+        expected = layer(expected)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_layer_in_eval_by_itself_takes_the_arg_max_alone() -> None:
+    model, x = small("gumbel"), batch(6)
+    model.stack[0].eval()
+    model(x)
+    first, second, _ = model.routing()
+    assert ((first.weights == 0) | (first.weights == 1)).all()  # one-hot
+    assert not ((second.weights == 0) | (second.weights == 1)).all()  # the soft weights of a layer in training

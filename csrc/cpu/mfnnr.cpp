@@ -307,7 +307,8 @@ std::vector<Layer> make_stack(const Tensor& x, TensorList params, int64_t fnn_te
   Tensor input = x;
   for (size_t at = 0, l = 0; at < params.size(); at += 2 * fnn_tensors, ++l) {
     const TensorList route = params.slice(at, fnn_tensors), update = params.slice(at + fnn_tensors, fnn_tensors);
-    const OptionalTensor tau = taus.empty() ? OptionalTensor() : taus[l], seed = seeds.empty() ? OptionalTensor() : seeds[l];
+    const OptionalTensor tau = taus.empty() ? OptionalTensor() : taus[l];
+    const OptionalTensor seed = seeds.empty() ? OptionalTensor() : seeds[l];
     const MfnnrSizes size = check_mfnnr(input, route, update, context);
     stack.push_back({size, read_routing(tau, 1.0, seed, mode), tau.has_value(), readable_list(route),
                      readable_list(update)});

@@ -13,6 +13,13 @@ from fastmod.nn.mfnnr import MFNNR, Routing, describe_routing
 from fastmod.ops import SMFROutput, smfr
 
 
+def _needs_its_own_call(layer: MFNNR) -> bool:
+    """Whether a layer does something that the op for the whole stack would leave out."""
+    return type(layer) is not MFNNR or bool(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    )
+
+
 class SMFR(nn.Module):
     """``depth + 1`` MFNNRs with block counts ``in_blocks, width, ..., width, out_blocks``, served by one op.
 
@@ -25,7 +32,7 @@ class SMFR(nn.Module):
 
     Shapes: ``[..., in_blocks, D] -> [..., out_blocks, D]``. Parameters: ``stack.{i}.route.{j}.weight|bias`` and
     ``stack.{i}.update.{j}.weight|bias``, with Gumbel also ``stack.{i}.log_tau``. The layers of ``stack`` are called one
-    by one only if one of them has forward hooks.
+    by one, and so slower, if one of them has hooks, is of a subclass, or was put in train or eval mode by itself.
     """
 
     def __init__(
@@ -50,18 +57,17 @@ class SMFR(nn.Module):
             MFNNR(m, n, block_size, hidden=hidden, layers=layers, mode=mode, context=context, threshold=threshold)
             for m, n in pairwise(counts)
         )
-
         self.in_blocks, self.block_size, self.mode = in_blocks, block_size, mode
         self.context, self.threshold = context, self._layers()[0].threshold
-        # What the last forward left for penalty() and routing(): its output, mode and temperatures.
-        self._last: tuple[SMFROutput, str, list[float | Tensor]] | None = None
+        # What the last forward left for penalty() and routing(): its output, and mode and temperature of each layer.
+        self._last: tuple[SMFROutput, list[tuple[str, float | Tensor]]] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         _parts.check_blocks("x", x, self.in_blocks, self.block_size, "in_blocks, block_size")
         layers = self._layers()
         routings = [layer.current_routing() for layer in layers]
-        mode, taus = routings[0][0], [tau for _, tau in routings]
-        if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        mode = routings[0][0]
+        if any(_needs_its_own_call(layer) for layer in layers) or any(other != mode for other, _ in routings):
             result = self._by_layers(x, layers)
         else:
             result = smfr(
@@ -69,10 +75,10 @@ class SMFR(nn.Module):
                 [(_parts.fnn_tensors(layer.route), _parts.fnn_tensors(layer.update)) for layer in layers],
                 context=self.context,
                 mode=mode,
-                taus=None if self.mode == "softmax" else cast("list[Tensor]", taus),
+                taus=None if self.mode == "softmax" else cast("list[Tensor]", [tau for _, tau in routings]),
                 threshold=self.threshold,
             )
-        object.__setattr__(self, "_last", (result, mode, taus))  # nn.Module's own looks for parameters and modules
+        object.__setattr__(self, "_last", (result, routings))  # nn.Module's own looks for parameters and modules
         return result.out
 
     @staticmethod
@@ -90,11 +96,11 @@ class SMFR(nn.Module):
     @torch.no_grad()
     def routing(self) -> list[Routing]:
         """Per layer the routing and gate weights of the last forward, detached."""
-        result, mode, taus = self._last_forward()
-        parts = zip(result.logits, result.gates, taus, strict=True)
-        return [describe_routing(logits, gate, mode, tau) for logits, gate, tau in parts]
+        result, routings = self._last_forward()
+        parts = zip(result.logits, result.gates, routings, strict=True)
+        return [describe_routing(logits, gate, mode, tau) for logits, gate, (mode, tau) in parts]
 
-    def _last_forward(self) -> tuple[SMFROutput, str, list[float | Tensor]]:
+    def _last_forward(self) -> tuple[SMFROutput, list[tuple[str, float | Tensor]]]:
         if self._last is None:
             raise RuntimeError("penalty() and routing() describe the last forward, but there was none yet")
         return self._last
