@@ -5,6 +5,7 @@ A step is checked against the others before it is timed; a case that does not ma
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from fastmod import plain
 #: Runs forward and backward and returns ``[outputs..., gradients...]``.
 Step = Callable[[], list[Tensor]]
 NOISY = 1.5
+_TURN = 4  # timed steps in a row
 
 
 @dataclass(frozen=True)
@@ -105,20 +107,24 @@ def worst_error(steps: Mapping[str, Step], reference: str = "eager") -> float:
 def interleaved(steps: Mapping[str, Step], *, seconds: float = 1.5, least: int = 30) -> tuple[dict[str, float], float]:
     """Median seconds per step, and the worst ratio of the upper to the lower quartile.
 
-    One step of each contender in turn, so that noise of the machine meets all alike.
+    The contenders take short turns in random order, so that noise of the machine meets all alike and nobody always runs
+    after the same neighbour: thread pools of compiled code spin on for a while and would slow down whoever comes next.
     """
     for step in steps.values():
         for _ in range(5):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds * len(steps)
-    order = list(steps.items())
-    while time.perf_counter() < end or len(times[order[0][0]]) < least:
-        for name, step in order:
-            start = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - start)
-        order = [*order[1:], order[0]]
+    order = list(steps)
+    shuffle = random.Random(0).shuffle
+    while time.perf_counter() < end or len(times[order[0]]) < least:
+        shuffle(order)
+        for name in order:
+            steps[name]()  # not timed: it meets the caches and the still spinning threads of the one before
+            for _ in range(_TURN):
+                start = time.perf_counter()
+                steps[name]()
+                times[name].append(time.perf_counter() - start)
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
     return {name: q[1] for name, q in quartiles.items()}, max(q[2] / q[0] for q in quartiles.values())
 
