@@ -12,9 +12,17 @@ from rich.table import Table
 
 from fastmod import doctor as doctor_module
 from fastmod import race as race_module
+from fastmod.studies import command
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Fast layers for modular neural networks.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Fast layers for modular neural networks.",
+)
 console = Console()
+app.command()(command.study)
+app.command()(command.inspect)
 _COLOURS = {doctor_module.OK: "green", doctor_module.UNAVAILABLE: "dim", doctor_module.FAILED: "bold red"}
 
 

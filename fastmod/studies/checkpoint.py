@@ -1,0 +1,91 @@
+"""Checkpoints: written atomically, sealed with a digest, read with ``weights_only=True``."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmod.studies.config import StudyError
+
+FORMAT = "fastmod-checkpoint-1"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Either the old file or the new one is there, whatever happens."""
+    temporary = path.with_name(path.name + ".new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # the new name itself must reach the disk
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def save(path: Path, owner: str, state: dict[str, Any]) -> None:
+    """``owner`` says whose checkpoint it is; loading it for somebody else is refused."""
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, "owner": owner, "digest": digest(state), "state": state}, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def load(path: Path, owner: str | None = None) -> dict[str, Any]:
+    """The state; a damaged or foreign file raises :class:`StudyError` and nothing is changed."""
+    try:
+        found = torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise StudyError(f"{path}: no such checkpoint") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StudyError(f"{path}: not a readable checkpoint ({reason[:120]}); {_REMEDY}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("state"), dict):
+        raise StudyError(f"{path}: not a checkpoint of a fastmod study (expected format {FORMAT}); {_REMEDY}")
+    if found.get("digest") != digest(found["state"]):
+        raise StudyError(f"{path}: damaged, its contents do not match its digest; {_REMEDY}")
+    if owner is not None and found.get("owner") != owner:
+        raise StudyError(f"{path}: belongs to another run or other settings ({found.get('owner')!r}, not {owner!r})")
+    return found["state"]
+
+
+_REMEDY = "delete it to begin this trial again"
+
+
+def digest(value: Any) -> str:
+    """SHA-256 over nested dicts, lists, numbers, text and tensors."""
+    seal = hashlib.sha256()
+    _feed(seal, value)
+    return seal.hexdigest()
+
+
+def _feed(seal: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        seal.update(f"tensor {plain.dtype} {tuple(plain.shape)}".encode())
+        seal.update(plain.view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        seal.update(f"dict {len(value)}".encode())
+        for key, entry in value.items():
+            seal.update(repr(key).encode())
+            _feed(seal, entry)
+    elif isinstance(value, list | tuple):
+        seal.update(f"list {len(value)}".encode())
+        for entry in value:
+            _feed(seal, entry)
+    else:
+        seal.update(f"{type(value).__name__} {value!r}".encode())

@@ -1,0 +1,158 @@
+"""``fastmod study`` and ``fastmod inspect``."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastmod.data import DataError
+from fastmod.studies import registry
+from fastmod.studies.config import StudyError, changed, seeds_of, settings_of
+from fastmod.studies.folder import Plan, RunFolder
+
+console = Console()
+_errors = Console(stderr=True)
+
+
+@contextlib.contextmanager
+def _clear_errors(after: str = "") -> Iterator[None]:
+    """What the user can mend becomes one line and exit code 2."""
+    try:
+        yield
+    except (StudyError, DataError) as error:
+        _errors.print(f"error: {error}", highlight=False, soft_wrap=True, markup=False)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        _errors.print(f"error: {error.strerror or error}{where}{after}", highlight=False, soft_wrap=True, markup=False)
+        raise typer.Exit(2) from None
+
+
+def study(
+    name: Annotated[str | None, typer.Argument(help="Which study; without one, the list of all.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Model to run; repeat for several.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Such as 0-4 or 0,3,7.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="key=value; repeat for several.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A short run that shows how it goes.")] = False,
+    noisy: Annotated[bool, typer.Option("--noisy", help="The study's variant with permuted input (algo).")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; must not exist or be empty.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time, each with a share of the threads.")] = 1,
+    device: Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")] = None,
+) -> None:
+    """Run a paper's experiment; the table shows our figures beside the printed ones. Without a name: a list."""
+    if name is None and resume is None:
+        console.print(_list())
+        return
+    with _clear_errors():
+        if resume is not None:
+            if any(option is not None for option in (model, seeds, steps, setting, out, device)) or quick or noisy:
+                raise StudyError("--resume goes on with a run as it was begun; it takes no other option")
+            folder = RunFolder(resume)
+            plan = folder.plan()
+            if name not in (None, plan.study):
+                raise StudyError(f"{resume} is a run of {plan.study!r}, not of {name!r}")
+        else:
+            assert name is not None
+            text = settings_of(setting or [])
+            plan = _plan(name, model, seeds, steps, text | ({"noisy": "true"} if noisy else {}), quick, jobs, device)
+            default = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+            folder = RunFolder.create(out or default, plan)
+    run(folder, plan)
+
+
+def run(folder: RunFolder, plan: Plan) -> None:
+    """Run or resume, with display, table and report."""
+    from fastmod.studies import engine, report
+    from fastmod.studies.display import Display, table
+
+    again = f"fastmod study --resume {shlex.quote(str(folder.path))}"
+    if find_spec("tensorboard") is None:
+        console.print('no TensorBoard events: pip install "fastmod[study]" adds them', style="dim")
+    with _clear_errors(f"; go on with: {again}"):
+        try:
+            with Display(console, len(plan.trials())) as display:
+                records = engine.run(folder, plan, display)
+        except engine.Interrupted:
+            console.print(f"stopped, everything is saved; go on with:\n  {again}", highlight=False, soft_wrap=True)
+            raise typer.Exit(130) from None
+        rows = report.finish(folder, plan, records)
+        console.print(table(registry.get(plan.study).paper, rows))
+        console.print(f"report: {folder.report_file}", highlight=False, soft_wrap=True)
+
+
+def inspect(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    trial: Annotated[str | None, typer.Option(help="Such as SMFR-s0; default: the first SMFR.")] = None,
+) -> None:
+    """Draw the routing and gate weights of a trained SMFR as heat maps, one row per task."""
+    from fastmod.studies import inspection
+
+    with _clear_errors():
+        path, lines = inspection.inspect(RunFolder(run), trial)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"heat maps: {path}", highlight=False, soft_wrap=True)
+
+
+def _plan(
+    name: str,
+    chosen: list[str] | None,
+    seeds: str | None,
+    steps: int | None,
+    settings: dict[str, str],
+    quick: bool,
+    jobs: int,
+    device: str | None,
+) -> Plan:
+    study = registry.get(name)
+    for model in chosen or []:
+        if model not in study.models:
+            raise StudyError(f"--model {model}: {name} has {', '.join(study.models)}")
+    config = changed(study.defaults, study.quick if quick else {})
+    # Steps of the command line win over --quick; the rhythm of evaluation follows if they are fewer.
+    if steps is not None:
+        config = changed(config, {"steps": steps, "evaluate_every": min(config.evaluate_every, steps)})
+    config = changed(config, settings)
+    study.prepare(config)
+    return Plan(
+        study=name,
+        models=list(dict.fromkeys(chosen or study.default_models)),
+        seeds=seeds_of(seeds or ("0" if quick else study.default_seeds)),
+        settings=asdict(config),
+        device=_device(device),
+        threads=max(1, torch.get_num_threads() // jobs),
+        jobs=jobs,
+        versions={"fastmod": metadata.version("fastmod"), "torch": torch.__version__},
+    )
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise StudyError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return name
+
+
+def _list() -> Table:
+    table = Table("study", "what it asks", "paper", "models", "steps")
+    for name in registry.names():
+        study = registry.get(name)
+        table.add_row(name, study.title, study.paper, ", ".join(study.models), f"{study.defaults.steps:,}")
+    return table

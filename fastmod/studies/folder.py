@@ -1,0 +1,153 @@
+"""The folder of a run: who may write what, and how it is read back."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastmod.studies import checkpoint
+from fastmod.studies.config import StudyError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: runs are not guarded against a second writer
+    fcntl = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """config.json: what is run, complete, so that resuming needs nothing else."""
+
+    study: str
+    models: list[str]
+    seeds: list[int]
+    settings: dict[str, Any]  # of the study's Config
+    device: str = "cpu"
+    threads: int = 1  # of torch, in each job: sums depend on it in the last bit
+    jobs: int = 1
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def trials(self) -> list[tuple[str, int]]:
+        """(model, seed), in the order they are run."""
+        return [(model, seed) for model in self.models for seed in self.seeds]
+
+    def owner(self, model: str, seed: int) -> str:
+        """Marks a checkpoint as this trial's: same study, model, seed and settings."""
+        relevant = {k: v for k, v in self.settings.items() if k != "checkpoint_seconds"}
+        return f"{self.study}/{trial_key(model, seed)}/{checkpoint.digest(relevant)[:16]}"
+
+
+def trial_key(model: str, seed: int) -> str:
+    return f"{model}-s{seed}"
+
+
+class RunFolder:
+    """config.json, metrics.jsonl, checkpoints/, events/, figures/, result.json, report.html."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics_file = path / "metrics.jsonl"
+        self.result_file = path / "result.json"
+        self.report_file = path / "report.html"
+        self.figures = path / "figures"
+        self.events = path / "events"
+
+    @staticmethod
+    def create(path: Path, plan: Plan) -> RunFolder:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise StudyError(
+                f"--out {path}: exists and is not an empty folder; use --resume {path} to go on with a run"
+            )
+        folder = RunFolder(path)
+        for sub in (folder.checkpoints, folder.figures):
+            sub.mkdir(parents=True, exist_ok=True)
+        folder.metrics_file.touch()
+        checkpoint.write_atomically(path / "config.json", json.dumps(asdict(plan), indent=2).encode())
+        return folder
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def plan(self) -> Plan:
+        file = self.path / "config.json"
+        try:
+            return Plan(**json.loads(file.read_text()))
+        except FileNotFoundError:
+            raise StudyError(f"{self.path}: not the folder of a run, it has no config.json") from None
+        except (TypeError, ValueError) as error:
+            raise StudyError(f"{file}: damaged or written by another version ({error})") from None
+
+    def checkpoint_file(self, key: str) -> Path:
+        return self.checkpoints / f"{key}.pt"
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """One write call per line, so that several jobs can share the file."""
+        handle = os.open(self.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            content = (json.dumps(line) + "\n").encode()
+            if os.write(handle, content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.metrics_file))
+        finally:
+            os.close(handle)
+
+    def sync(self) -> None:
+        """Metrics reach the disk before the checkpoint that counts on them."""
+        handle = os.open(self.metrics_file, os.O_RDWR)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines; a last line that was cut off by a crash is left out."""
+        lines = []
+        for line in self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []:
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                break
+        return lines
+
+    def rewind(self, steps: Mapping[str, int]) -> None:
+        """Drop what was measured after the checkpoints: it is going to be measured again. ``steps``: trial -> step."""
+        kept = [line for line in self.metrics() if line["step"] <= steps.get(line["trial"], -1)]
+        content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        if not self.metrics_file.exists() or content != self.metrics_file.read_bytes():
+            checkpoint.write_atomically(self.metrics_file, content)
+
+    @contextmanager
+    def alone(self, patience: float = 10.0) -> Iterator[None]:
+        """Hold the run; jobs of a run whose main process was killed end by themselves within ``patience`` seconds."""
+        if fcntl is None:
+            yield
+            return
+        with (self.path / ".lock").open("w") as lock:
+            end = time.monotonic() + patience
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() > end:
+                        raise StudyError(f"{self.path}: another process is at work on this run") from None
+                    time.sleep(0.2)
+            fcntl.flock(lock, fcntl.LOCK_SH)  # the jobs hold it with us
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What a job does while it works on the run: keeps others from taking it."""
+        if fcntl is None:
+            yield
+            return
+        with (self.path / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield
