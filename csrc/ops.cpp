@@ -55,6 +55,13 @@ constexpr const char* kPublicSchemas[] = {
     "threshold, bool triton=False) -> (Tensor, Tensor, Tensor[], Tensor[])",
 };
 
+// Served by the CPU alone: fastmod/optim.py leaves other devices to torch's own fused Adam.
+constexpr const char* kCpuSchemas[] = {
+    "square_sum(Tensor[] tensors) -> float",
+    "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, "
+    "float grad_scale, float lr, float beta1, float beta2, float epsilon) -> ()",
+};
+
 // A kernel schema's two overloads, looked up once.
 template <typename Signature>
 struct Kernel {
@@ -505,6 +512,7 @@ void register_below(torch::Library& m) {
 
 TORCH_LIBRARY(fastmod, m) {
   for (const char* schema : kPublicSchemas) m.def(schema);
+  for (const char* schema : kCpuSchemas) m.def(schema);
   for (const char* schema : kKernelSchemas) {
     m.def(schema);
     m.def(with_overload(schema, "triton").c_str());

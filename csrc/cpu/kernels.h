@@ -84,6 +84,12 @@ struct WeightGradUnit {
   int64_t layer, column, columns;
 };
 
+struct AdamArgs {
+  double grad_scale, beta1, beta2;
+  double step_size, root_scale;  // lr and 1, each with its bias correction
+  double epsilon;
+};
+
 template <typename T>
 struct KernelTable {
   // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
@@ -94,6 +100,8 @@ struct KernelTable {
   void (*gated_residual_backward)(const GatedResidualArgs<T>&, int64_t begin, int64_t end);
   double (*range_penalty_forward)(const T* logits, int64_t count, double threshold);
   void (*range_penalty_backward)(const T* logits, int64_t count, double threshold, double scale, T* grad);
+  double (*square_sum)(const T* values, int64_t count);
+  void (*adam_update)(const AdamArgs&, int64_t count, const T* grad, T* param, T* mean, T* square);
   int64_t (*mfnnr_scratch)(const MfnnrArgs<T>&);
   void (*mfnnr_forward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
   void (*mfnnr_backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);

@@ -26,17 +26,22 @@ console = Console()
 _errors = Console(stderr=True)
 
 
+def _say(text: str, where: Console = console) -> None:
+    """As it is: names of folders may look like markup."""
+    where.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
 @contextlib.contextmanager
 def _clear_errors(after: str = "") -> Iterator[None]:
     """What the user can mend becomes one line and exit code 2."""
     try:
         yield
     except (StudyError, DataError) as error:
-        _errors.print(f"error: {error}", highlight=False, soft_wrap=True, markup=False)
+        _say(f"error: {error}", _errors)
         raise typer.Exit(2) from None
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        _errors.print(f"error: {error.strerror or error}{where}{after}", highlight=False, soft_wrap=True, markup=False)
+        _say(f"error: {error.strerror or error}{where}{after}", _errors)
         raise typer.Exit(2) from None
 
 
@@ -86,12 +91,13 @@ def run(folder: RunFolder, plan: Plan) -> None:
         try:
             with Display(console, len(plan.trials())) as display:
                 records = engine.run(folder, plan, display)
-        except engine.Interrupted:
-            console.print(f"stopped, everything is saved; go on with:\n  {again}", highlight=False, soft_wrap=True)
+            rows = report.finish(folder, plan, records)
+        except (engine.Interrupted, KeyboardInterrupt) as stop:
+            saved = ", everything is saved" if isinstance(stop, engine.Interrupted) else ""
+            _say(f"stopped{saved}; go on with:\n  {again}")
             raise typer.Exit(130) from None
-        rows = report.finish(folder, plan, records)
         console.print(table(registry.get(plan.study).paper, rows))
-        console.print(f"report: {folder.report_file}", highlight=False, soft_wrap=True)
+        _say(f"report: {folder.report_file}")
 
 
 def inspect(
@@ -104,8 +110,8 @@ def inspect(
     with _clear_errors():
         path, lines = inspection.inspect(RunFolder(run), trial)
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"heat maps: {path}", highlight=False, soft_wrap=True)
+        _say(line)
+    _say(f"heat maps: {path}")
 
 
 def _plan(
@@ -122,11 +128,12 @@ def _plan(
     for model in chosen or []:
         if model not in study.models:
             raise StudyError(f"--model {model}: {name} has {', '.join(study.models)}")
-    config = changed(study.defaults, study.quick if quick else {})
+    wanted = dict(study.quick) if quick else {}
     # Steps of the command line win over --quick; the rhythm of evaluation follows if they are fewer.
     if steps is not None:
-        config = changed(config, {"steps": steps, "evaluate_every": min(config.evaluate_every, steps)})
-    config = changed(config, settings)
+        every = wanted.get("evaluate_every", study.defaults.evaluate_every)
+        wanted |= {"steps": steps, "evaluate_every": min(every, steps)}
+    config = changed(study.defaults, wanted | settings)  # at once: only together need they fit each other
     study.prepare(config)
     return Plan(
         study=name,

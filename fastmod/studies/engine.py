@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Queue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,24 +46,40 @@ class Interrupted(Exception):  # noqa: N818 - not an error
     """The user stopped the run; everything is saved."""
 
 
-class _EventWriter(Protocol):
-    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
+class _Events:
+    """A file of TensorBoard events. ``SummaryWriter`` would write it in a thread, where a full disk is nobody's error."""
 
+    def __init__(self, folder: Path, step: int) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError:  # the command says so once; metrics.jsonl has it all
+            self._file = None
+            return
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        self._file = (folder / f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}").open("wb")
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        # What an earlier session told beyond its checkpoint is not valid any more.
+        self._write(step=step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
-class _NoEvents:
-    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        if self._file is not None:
+            values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+            self._write(step=step, summary=self._summary(value=values))
 
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
 
-def _event_writer(folder: RunFolder, key: str, step: int) -> _EventWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:  # the command says so once; metrics.jsonl has it all
-        return _NoEvents()
-    return SummaryWriter(str(folder.events / key), purge_step=step)
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
 
 def prepare_trial(study: Study, plan: Plan, model: str, seed: int) -> Trial:
@@ -84,10 +101,10 @@ def run_trial(
         state = checkpoint.load(file, owner)
         trial.load_state(state)
         metrics = state["metrics"]
-    writer = _event_writer(folder, key, trial.step)
+    events = _Events(folder.events / key, trial.step)
 
     def save() -> None:
-        writer.flush()
+        events.flush()
         folder.sync()
         checkpoint.save(file, owner, {**trial.state(), "metrics": metrics})
 
@@ -104,8 +121,7 @@ def run_trial(
                 trial.after_evaluation(fresh)
                 metrics = fresh
                 folder.append({"trial": key, "model": model, "seed": seed, "step": trial.step, **fresh})
-                for name, value in fresh.items():
-                    writer.add_scalar(name, value, trial.step)
+                events.add(fresh, trial.step)
             spent = time.perf_counter() - begin
             trial.seconds += spent
             rate = trial.config.chunk / spent
@@ -118,7 +134,7 @@ def run_trial(
                 saved = time.monotonic()
         save()
     finally:
-        writer.close()
+        events.close()
     return record_of(trial, model, metrics)
 
 
@@ -167,55 +183,91 @@ def _stop_on_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
+@dataclass(frozen=True)
+class _Wire:
+    """Between the main process and its jobs. No manager process: it would outlive a main process that is killed."""
+
+    news: Connection  # its sending end
+    turn: Any  # lock: one job sends at a time
+    halt: Any  # shared number, 1 when the jobs have to stop; without a lock, which a killed job might keep
+
+    def tell(self, progress: Progress) -> None:
+        with self.turn:
+            self.news.send(progress)
+
+    def stopped(self) -> bool:
+        return bool(self.halt.value)
+
+
+_wire: _Wire  # of this process, if it is a job
+
+
 def _run_jobs(folder: RunFolder, plan: Plan, tell: Listener, stop: threading.Event) -> list[Record]:
     spawn = multiprocessing.get_context("spawn")  # a forked torch may hang in its threads
-    with spawn.Manager() as manager:
-        queue: Queue[Progress | None] = manager.Queue()
-        halt = manager.Event()
-        listener = threading.Thread(target=_pass_on, args=(queue, tell, stop, halt), daemon=True)
-        listener.start()
-        with ProcessPoolExecutor(plan.jobs, mp_context=spawn, initializer=_begin_job, initargs=(plan.threads,)) as pool:
-            futures = [pool.submit(_job, folder.path, plan, *trial, queue, halt) for trial in plan.trials()]
-            try:
-                records = [future.result() for future in futures]
-            except BaseException:
-                halt.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-            finally:
-                queue.put(None)
-                listener.join()
-    return records
-
-
-def _pass_on(queue: Queue[Progress | None], tell: Listener, stop: threading.Event, halt: Any) -> None:
-    while True:
-        if stop.is_set():
-            halt.set()
+    news, sender = spawn.Pipe(duplex=False)
+    wire = _Wire(sender, spawn.Lock(), spawn.RawValue("b", 0))
+    over = threading.Event()
+    listener = threading.Thread(target=_pass_on, args=(news, tell, stop, wire, over), daemon=True)
+    listener.start()
+    with ProcessPoolExecutor(plan.jobs, mp_context=spawn, initializer=_begin_job, initargs=(plan.threads, wire)) as pool:
+        with _interrupts_blocked():
+            futures = [pool.submit(_job, folder.path, plan, *trial) for trial in plan.trials()]
         try:
-            progress = queue.get(timeout=0.2)
-        except Exception:  # Empty
-            continue
-        if progress is None:
+            return [future.result() for future in futures]
+        except BrokenProcessPool:
+            raise ChildProcessError("a job was killed, perhaps because memory ran out") from None
+        except BaseException:
+            wire.halt.value = 1
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            over.set()
+            listener.join()
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A job inherits this: until it has set its own ways, in the seconds that importing takes, Ctrl-C would kill it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _pass_on(news: Connection, tell: Listener, stop: threading.Event, wire: _Wire, over: threading.Event) -> None:
+    while True:
+        last = over.is_set()  # before looking: what the jobs have sent until then is shown
+        if stop.is_set():
+            wire.halt.value = 1
+        if news.poll(0 if last else 0.2):
+            tell(news.recv())
+        elif last:
             return
-        tell(progress)
 
 
-def _begin_job(threads: int) -> None:
+def _begin_job(threads: int, wire: _Wire) -> None:
+    global _wire
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    _wire = wire
 
 
-def _job(path: Path, plan: Plan, model: str, seed: int, queue: Queue[Progress | None], halt: Any) -> Record:
-    parent = os.getppid()
+def _end_with_parent() -> None:
+    """The main process was killed: leave the run to whoever resumes it, wherever this job is, without work too."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
-    def stopped() -> bool:
-        if os.getppid() != parent:  # the main process was killed: leave the run to whoever resumes it
-            os._exit(1)
-        return halt.is_set()
 
-    if stopped():
+def _job(path: Path, plan: Plan, model: str, seed: int) -> Record:
+    if _wire.stopped():
         raise Interrupted
     folder = RunFolder(path)
     with folder.together():
-        return run_trial(folder, plan, model, seed, queue.put, stopped)
+        return run_trial(folder, plan, model, seed, _wire.tell, _wire.stopped)

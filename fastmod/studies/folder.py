@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
@@ -93,8 +92,8 @@ class RunFolder:
         handle = os.open(self.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             content = (json.dumps(line) + "\n").encode()
-            if os.write(handle, content) != len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.metrics_file))
+            while content:  # a second time only where the disk is full, to be told so
+                content = content[os.write(handle, content) :]
         finally:
             os.close(handle)
 

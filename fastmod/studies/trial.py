@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastmod.optim import Adam
 from fastmod.studies.config import Config, StudyError
 
 
@@ -22,8 +23,7 @@ class Trial(ABC):
     def __init__(self, config: Config, name: str, model: nn.Module, seed: int, device: torch.device) -> None:
         self.config, self.name, self.seed, self.device = config, name, seed, device
         self.model = model.to(device)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.Adam(self.parameters, config.lr, fused=True)
+        self.optimizer = Adam(self.model.parameters(), config.lr, max_norm=config.clip)
         self.step = 0
         self.seconds = 0.0
         self.extra: dict[str, Any] = {}
@@ -63,7 +63,6 @@ class Trial(ABC):
         for batch in zip(*data, strict=True):
             loss = self.loss(*batch)
             loss.backward()
-            nn.utils.clip_grad_norm_(self.parameters, self.config.clip, foreach=True)
             self.optimizer.step()
             self.optimizer.zero_grad()
             total += loss.detach()

@@ -1,0 +1,58 @@
+// Adam's update and the squared norm for its clipping. Included once per ISA by instantiate.h.
+
+FASTMOD_INLINE Vec<float> square_root(Vec<float> v) {
+#if FASTMOD_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_sqrt_ps((__m512)v);
+#elif FASTMOD_VECTOR_BYTES == 32
+  return (Vec<float>)_mm256_sqrt_ps((__m256)v);
+#else
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = std::sqrt(v[i]);
+  return v;
+#endif
+}
+FASTMOD_INLINE Vec<double> square_root(Vec<double> v) {
+#if FASTMOD_VECTOR_BYTES == 64
+  return (Vec<double>)_mm512_sqrt_pd((__m512d)v);
+#elif FASTMOD_VECTOR_BYTES == 32
+  return (Vec<double>)_mm256_sqrt_pd((__m256d)v);
+#else
+  for (int i = 0; i < kLanes<double>; ++i) v[i] = std::sqrt(v[i]);
+  return v;
+#endif
+}
+
+template <typename T>
+double square_sum(const T* values, int64_t count) {
+  Vec<T> sum{};
+  int64_t i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>) {
+    const Vec<T> value = load(values + i);
+    sum += value * value;
+  }
+  const Vec<T> rest = load_first(values + i, count - i);
+  sum += rest * rest;
+  double total = 0;
+  for (int lane = 0; lane < kLanes<T>; ++lane) total += double(sum[lane]);
+  return total;
+}
+
+template <typename T>
+void adam_update(const AdamArgs& a, int64_t count, const T* grad, T* param, T* mean, T* square) {
+  const auto update = [&](Vec<T> g, Vec<T>& p, Vec<T>& m, Vec<T>& v) FASTMOD_INLINE_LAMBDA {
+    g *= T(a.grad_scale);
+    m += (g - m) * T(1 - a.beta1);
+    v = v * T(a.beta2) + g * g * T(1 - a.beta2);
+    p -= m * T(a.step_size) / (square_root(v) * T(a.root_scale) + T(a.epsilon));
+  };
+  int64_t i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>) {
+    Vec<T> p = load(param + i), m = load(mean + i), v = load(square + i);
+    update(load(grad + i), p, m, v);
+    store(param + i, p), store(mean + i, m), store(square + i, v);
+  }
+  if (const int64_t left = count - i; left > 0) {
+    Vec<T> p = load_first(param + i, left), m = load_first(mean + i, left), v = load_first(square + i, left);
+    update(load_first(grad + i, left), p, m, v);
+    store_first(param + i, p, left), store_first(mean + i, m, left), store_first(square + i, v, left);
+  }
+}

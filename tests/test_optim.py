@@ -1,0 +1,146 @@
+"""``fastmod.optim.Adam`` does what clip_grad_norm_ and torch.optim.Adam do, in one call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastmod
+from fastmod.optim import Adam
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    # 1 + 7 + 33 ...: odd sizes, one tensor larger than a piece of the kernel, one empty.
+    model = nn.ParameterList([nn.Parameter(torch.randn(s)) for s in [(1,), (7,), (3, 11), (130, 129), (0, 4), (17,)]])
+    return model.to(dtype)
+
+
+def gradients(model: nn.Module, step: int, scale: float) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [scale * torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, scale: float, clip: float | None) -> None:
+    for step in steps:
+        for p, g in zip(model.parameters(), gradients(model, step, scale), strict=True):
+            p.grad = g
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("max_norm", "scale"), [(None, 1.0), (0.1, 1.0), (0.1, 1e-5), (1.0, 1e4)])
+def test_same_as_torch(isa: str, dtype: torch.dtype, max_norm: float | None, scale: float) -> None:
+    ours, theirs = net(dtype), net(dtype)
+    train(ours, Adam(ours.parameters(), 1e-2, max_norm=max_norm), range(20), scale, None)
+    train(theirs, torch.optim.Adam(theirs.parameters(), 1e-2), range(20), scale, max_norm)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=100 * torch.finfo(dtype).eps, atol=20 * torch.finfo(dtype).eps)
+
+
+def test_state_moves_to_torch_and_back() -> None:
+    ours, theirs = net(), net()
+    first = Adam(ours.parameters(), 1e-2, max_norm=0.1)
+    train(ours, first, range(5), 1.0, None)
+    theirs.load_state_dict(ours.state_dict())
+    second = torch.optim.Adam(theirs.parameters(), 1e-2)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # a state_dict shares its tensors
+    train(ours, first, range(5, 9), 1.0, None)
+    train(theirs, second, range(5, 9), 1.0, 0.1)
+    back = Adam(theirs.parameters(), 1e-2, max_norm=0.1)
+    back.load_state_dict(copy.deepcopy(second.state_dict()))
+    train(ours, first, range(9, 12), 1.0, None)
+    train(theirs, back, range(9, 12), 1.0, None)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_reload_is_bit_exact() -> None:
+    ours = net()
+    optimizer = Adam(ours.parameters(), 1e-2, max_norm=0.1)
+    train(ours, optimizer, range(5), 1.0, None)
+    twin = net()
+    twin.load_state_dict(ours.state_dict())
+    other = Adam(twin.parameters(), 1e-2, max_norm=0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for model, which in ((ours, optimizer), (twin, other)):
+        train(model, which, range(5, 10), 1.0, None)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), twin.parameters(), strict=True))
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            model = net()
+            train(model, Adam(model.parameters(), 1e-2, max_norm=0.1), range(5), 1.0, None)
+            results.append([p.detach().clone() for p in model.parameters()])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"amsgrad": True}, {"maximize": True}])
+def test_the_unusual_is_left_to_torch(options: dict[str, object]) -> None:
+    ours, theirs = net(), net()
+    train(ours, Adam(ours.parameters(), 1e-2, max_norm=0.1, **options), range(5), 1.0, None)
+    train(theirs, torch.optim.Adam(theirs.parameters(), 1e-2, fused=True, **options), range(5), 1.0, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_groups_share_the_norm_and_keep_their_rates() -> None:
+    ours, theirs = net(), net()
+    for model, kind in ((ours, Adam), (theirs, torch.optim.Adam)):
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "lr": 1e-1}, {"params": rest}]
+        optimizer = kind(groups, lr=1e-3, **({"max_norm": 0.1} if kind is Adam else {}))
+        train(model, optimizer, range(5), 1.0, None if kind is Adam else 0.1)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_layouts_missing_gradients_and_nan() -> None:
+    a, b, c = (nn.Parameter(torch.ones(4, 6)) for _ in range(3))
+    a.grad, b.grad = torch.full((6, 4), 0.5).t(), None  # not contiguous; none at all
+    c.grad = torch.full((4, 6), 0.5)
+    Adam([a, b, c], 0.1).step()
+    assert torch.equal(a, c) and torch.equal(b, torch.ones(4, 6)) and not torch.equal(a, b)
+    c.grad[0, 0] = float("nan")
+    Adam([a, c], 0.1, max_norm=1.0).step()
+    assert a.isnan().all()  # the norm is NaN, as with clip_grad_norm_
+
+
+def test_autograd_sees_the_change() -> None:
+    p = nn.Parameter(torch.ones(3))
+    loss = (p * p).sum()
+    p.grad = torch.ones(3)
+    Adam([p], 0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_bad_input() -> None:
+    p = nn.Parameter(torch.ones(3))
+    for value in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="max_norm"):
+            Adam([p], max_norm=value)
+    good, step = [torch.zeros(3)], [torch.zeros(())]
+    numbers = (1.0, 0.1, 0.9, 0.999, 1e-8)
+    for bad in ([torch.zeros(4)], [], [torch.zeros(3, dtype=torch.float64)], [torch.zeros(6)[::2]]):
+        for place in range(1, 4):
+            lists = [good, good, good, good]
+            lists[place] = bad
+            with pytest.raises((ValueError, RuntimeError), match="expected"):
+                torch.ops.fastmod.adam_(*lists, step, *numbers)
+    with pytest.raises((ValueError, RuntimeError), match="steps"):
+        torch.ops.fastmod.adam_(good, good, good, good, [torch.zeros(2)], *numbers)
+    with pytest.raises((TypeError, RuntimeError), match="float32 or float64"):
+        torch.ops.fastmod.square_sum([torch.zeros(3, dtype=torch.int64)])
+    assert fastmod.optim.Adam is Adam
