@@ -23,6 +23,7 @@ app = typer.Typer(
 console = Console()
 app.command()(command.study)
 app.command()(command.inspect)
+app.command()(command.live)
 _COLOURS = {doctor_module.OK: "green", doctor_module.UNAVAILABLE: "dim", doctor_module.FAILED: "bold red"}
 
 

@@ -24,8 +24,14 @@ class BlockTransformer(nn.Module):
         self.inward, self.outward = nn.Linear(block_size, size), nn.Linear(size, block_size)
         self.positions = nn.Parameter(0.1 * torch.randn(in_blocks, size))
         self.queries = nn.Parameter(0.1 * torch.randn(out_blocks, size))
-        self.transformer = nn.Transformer(size, heads, layers, layers, inner, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoderLayer(size, heads, inner, dropout=0.0, batch_first=True)
+        decoder = nn.TransformerDecoderLayer(size, heads, inner, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(encoder, layers, nn.LayerNorm(size), enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(decoder, layers, nn.LayerNorm(size))
+        for parameter in (*self.encoder.parameters(), *self.decoder.parameters()):
+            if parameter.dim() > 1:  # layers are copies of one another until here
+                nn.init.xavier_uniform_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.inward(x) + self.positions
-        return self.outward(self.transformer(tokens, self.queries.expand(len(x), -1, -1)))
+        return self.outward(self.decoder(self.queries.expand(len(x), -1, -1), self.encoder(tokens)))

@@ -100,6 +100,25 @@ def run(folder: RunFolder, plan: Plan) -> None:
         _say(f"report: {folder.report_file}")
 
 
+def live(
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; must not exist or be empty.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Watch an SMFR learn the ALGO rule, beside the same model in plain PyTorch; about two minutes on two cores."""
+    from fastmod.studies import live as show
+    from fastmod.studies.display import Display, table
+
+    with _clear_errors():
+        plan = show.plan(seed)
+        folder = RunFolder.create(out or Path("runs") / f"live-{datetime.datetime.now():%Y%m%d-%H%M%S}", plan)
+        with Display(console, len(plan.trials())) as display:
+            rows, spoken = show.run(folder, plan, display)
+    console.print(table(registry.get(plan.study).paper, rows))
+    console.print(spoken, highlight=False, soft_wrap=True)
+    console.print(f"report: {folder.report_file}", highlight=False, soft_wrap=True)
+    console.print(f"look inside: fastmod inspect {shlex.quote(str(folder.path))}", highlight=False, soft_wrap=True)
+
+
 def inspect(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     trial: Annotated[str | None, typer.Option(help="Such as SMFR-s0; default: the first SMFR.")] = None,

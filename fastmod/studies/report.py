@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import html
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastmod.studies import checkpoint, draw, registry
 from fastmod.studies.config import changed
 from fastmod.studies.folder import Plan, RunFolder
 from fastmod.studies.study import Outcome, Record, Row, Study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>$title</title>
@@ -36,18 +40,24 @@ $figures
 """)
 
 
-def finish(folder: RunFolder, plan: Plan, records: list[Record], remarks: list[str] | None = None) -> list[Row]:
+def finish(
+    folder: RunFolder,
+    plan: Plan,
+    records: list[Record],
+    remarks: Sequence[str] = (),
+    more_figures: Mapping[str, tuple[Figure, str]] | None = None,
+) -> list[Row]:
     """Write result.json, figures/*.png and report.html; the table's rows."""
     study = registry.get(plan.study)
     outcome = Outcome(changed(study.defaults, plan.settings), records, folder.metrics())
     rows = study.table(outcome)
     checkpoint.write_atomically(folder.result_file, _result(plan, study, records, rows).encode())
     figures = []
-    for stem, (figure, caption) in study.figures(outcome).items():
+    for stem, (figure, caption) in {**(more_figures or {}), **study.figures(outcome)}.items():
         path = folder.figures / f"{stem}.png"
         draw.save(figure, path)
         figures.append((path.name, path.read_bytes(), caption))
-    page = _page(plan, study, records, rows, figures, remarks or [])
+    page = _page(plan, study, records, rows, figures, remarks)
     checkpoint.write_atomically(folder.report_file, page.encode())
     return rows
 
@@ -77,7 +87,7 @@ def _page(
     records: list[Record],
     rows: list[Row],
     figures: list[tuple[str, bytes, str]],
-    remarks: list[str],
+    remarks: Sequence[str],
 ) -> str:
     def cells(row: Row) -> str:
         shown = [row.name, row.paper, row.ours, str(len(row.values)), f"{row.steps:,}", f"{row.minutes:.1f}", row.note]
