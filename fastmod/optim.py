@@ -55,7 +55,9 @@ class Adam(torch.optim.Adam):
         return loss
 
     def _fast_step(self, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
-        gradients = [[p.grad if p.grad.is_contiguous() else p.grad.contiguous() for p in params] for _, params in groups]
+        gradients = [
+            [p.grad if p.grad.is_contiguous() else p.grad.contiguous() for p in params] for _, params in groups
+        ]
         scale = 1.0
         if self.max_norm is not None:
             norm = math.sqrt(sum(torch.ops.fastmod.square_sum(some) for some in gradients))

@@ -137,9 +137,10 @@ class AddMulTrial(Trial):
                 return
             extra["left"] = 0
             extra["accuracies"].append(metrics["preparation_accuracy"])
-            self.model.load_state_dict(extra["aside"]["model"])
-            self.optimizer.load_state_dict(extra["aside"]["optimizer"])
-            metrics = {"accuracy": extra["aside"]["accuracy"]}
+            aside, extra["aside"] = extra["aside"], None
+            self.model.load_state_dict(aside["model"])
+            self.optimizer.load_state_dict(aside["optimizer"])
+            metrics = {"accuracy": aside["accuracy"]}
         else:
             extra["prepared"] += config.evaluate_every
         # The same preparation may have passed several thresholds at once.

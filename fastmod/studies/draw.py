@@ -109,9 +109,12 @@ def heat_maps(rows: Sequence[tuple[str, Sequence[tuple[str, Any, Sequence[str], 
             image = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             axes.set_xticks(range(len(column_names)), column_names, fontsize=6, rotation=90)
             axes.set_yticks(range(len(row_names)), row_names, fontsize=6)
+            axes.axhline(
+                len(row_names) - 1.5, color="white", linewidth=2
+            )  # the last row is not a source: it is the gate
             axes.set_title(title if r == 0 else "", fontsize=8)
             if c == 0:
                 axes.set_ylabel(row_title, fontsize=8)
     if image is not None:
-        figure.colorbar(image, ax=grid, shrink=0.6, label="weight")
+        figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, pad=0.02, label="weight")
     return figure
