@@ -60,8 +60,8 @@ else:
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN: what a kernel leaves unwritten shows
 
 
-def close(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Error against fp64 at most twice that of plain PyTorch in the same dtype, plus two roundings of the largest.
+def close(name: str, got: Tensor, plain: Tensor, exact: Tensor, factor: float = 2.0) -> None:
+    """Error against fp64 at most ``factor`` x that of plain PyTorch in the same dtype, plus two roundings of the largest.
 
     bf16 gets one more ulp: the interpreter truncates fp32 to bf16, a GPU rounds.
     """
@@ -81,7 +81,7 @@ def close(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> None:
     scale = exact.abs().max().item()
     # In fp64 plain PyTorch is itself the measure: its error, which is as large as ours, reads zero.
     units = 64 if dtype == torch.float64 else 2
-    bound = 2 * (plain - exact).abs().max().item() + units * wide * scale + 1e-30
+    bound = factor * (plain - exact).abs().max().item() + units * wide * scale + 1e-30
     if dtype == torch.bfloat16:
         bound += torch.finfo(dtype).eps * scale
     error = (got - exact).abs().max().item()
@@ -93,10 +93,11 @@ Gradient = tuple[Tensor, Tensor, Tensor]
 DRAWS = 3
 
 
-def draws_close(name: str, draw: Callable[[int], Gradient]) -> None:
+def draws_close(name: str, draw: Callable[[int], Gradient], factor: float = 2.0) -> None:
     """For a gradient that is one number: the worst errors of several draws, since a single sum can be right by luck."""
     drawn = [draw(seed) for seed in range(DRAWS)]
-    close(name, *(torch.stack([d[i] for d in drawn]) for i in range(3)))
+    got, plain, exact = (torch.stack([d[i] for d in drawn]) for i in range(3))
+    close(name, got, plain, exact, factor)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -387,6 +388,10 @@ def test_range_penalty_empty() -> None:
 
 # mfnnr
 
+# For the gradient of tau behind the route FNN: one number per draw, in which the FNN multiplies the error of one draw far
+# beyond that of the others, so that luck decides how plain PyTorch fares in just that one.
+TAU_FACTOR = 3.0
+
 
 def fnn_params(sizes: Sequence[int], dtype: torch.dtype, seed: int, scale: float) -> list[Tensor]:
     params = []
@@ -488,7 +493,7 @@ class Case:
 @pytest.mark.parametrize("context", [True, False])
 def test_mfnnr(mode: int, context: bool) -> None:
     Case(context=context).check(mode)
-    draws_close("dtau", lambda seed: Case(context=context, seed=seed).check(mode, tau=torch.tensor(0.6)))
+    draws_close("dtau", lambda seed: Case(context=context, seed=seed).check(mode, tau=torch.tensor(0.6)), TAU_FACTOR)
 
 
 @interpreted
@@ -521,7 +526,7 @@ def test_mfnnr_shapes(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mfnnr_dtypes(dtype: torch.dtype, hidden: tuple[int, ...]) -> None:
     tau = torch.tensor(0.6, dtype=compute_dtype(torch.empty(0, dtype=dtype)))
-    draws_close("dtau", lambda seed: Case(dtype=dtype, hidden=hidden, seed=seed).check(GUMBEL, tau=tau))
+    draws_close("dtau", lambda seed: Case(dtype=dtype, hidden=hidden, seed=seed).check(GUMBEL, tau=tau), TAU_FACTOR)
 
 
 @interpreted
@@ -541,7 +546,7 @@ def test_mfnnr_dtypes(dtype: torch.dtype, hidden: tuple[int, ...]) -> None:
     ids=str,
 )
 def test_mfnnr_partial(what: dict[str, Any], hidden: tuple[int, ...]) -> None:
-    draws_close("dtau", lambda seed: Case(hidden=hidden, seed=seed).check(tau=torch.tensor(0.6), **what))
+    draws_close("dtau", lambda seed: Case(hidden=hidden, seed=seed).check(tau=torch.tensor(0.6), **what), TAU_FACTOR)
 
 
 @interpreted
