@@ -69,8 +69,9 @@ def main() -> None:
         f"SMFR {CASE.label}, {torch.get_num_threads()} threads, median ms" + (" (noisy)" if spread > race.NOISY else "")
     )
     for name, value in seconds.items():
-        rate = f"  {work[name] / 1e6:6.1f} Mflop of matrix products, {work[name] / value / 1e9:5.0f} Gflop/s"
-        print(f"{value * 1e3:7.3f}  {name}{rate if name in work else ''}")
+        done = work.get(name)
+        rate = f", {done / 1e6:.1f} Mflop of matrix products at {done / value / 1e9:.0f} Gflop/s" if done else ""
+        print(f"{value * 1e3:7.3f}  {name}{rate}")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ else:
 
 
 def close(name: str, got: Tensor, plain: Tensor, exact: Tensor, factor: float = 2.0) -> None:
-    """Error against fp64 at most ``factor`` x that of plain PyTorch in the same dtype, plus two roundings of the largest.
+    """Error against fp64 at most ``factor`` x that of plain PyTorch in the same dtype, plus two roundings.
 
     bf16 gets one more ulp: the interpreter truncates fp32 to bf16, a GPU rounds.
     """
@@ -388,7 +388,7 @@ def test_range_penalty_empty() -> None:
 
 # mfnnr
 
-# For the gradient of tau behind the route FNN: one number per draw, in which the FNN multiplies the error of one draw far
+# For the gradient of tau behind the route FNN: one number per draw, and the FNN multiplies the error of one draw far
 # beyond that of the others, so that luck decides how plain PyTorch fares in just that one.
 TAU_FACTOR = 3.0
 
