@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -79,6 +80,15 @@ struct Kernel {
   c10::TypedOperatorHandle<Signature> native, triton;
 };
 
+// A backward that nobody differentiates goes straight to its kernel. With create_graph it passes the autograd key, where
+// a fallback tells that there is no second derivative.
+struct BelowAutogradOnce {
+  BelowAutogradOnce() {
+    if (!at::GradMode::is_enabled()) guard.emplace();
+  }
+  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+};
+
 bool any_requires_grad(std::initializer_list<TensorList> lists) {
   if (!at::GradMode::is_enabled()) return false;
   for (const auto& list : lists)
@@ -120,6 +130,7 @@ struct Multiplex : torch::autograd::Function<Multiplex> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const BelowAutogradOnce guard;
     static const Kernel<decltype(multiplex_backward)> kernel("multiplex_backward");
     const auto saved = ctx->get_saved_variables();
     auto [blocks, logits, tau] =
@@ -157,6 +168,7 @@ struct GatedResidual : torch::autograd::Function<GatedResidual> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const BelowAutogradOnce guard;
     static const Kernel<decltype(gated_residual_backward)> kernel("gated_residual_backward");
     const auto saved = ctx->get_saved_variables();
     auto [x, fresh, gate] = kernel(ctx->saved_data["triton"].toBool(), grads[0], saved[0], saved[1], saved[2]);
@@ -190,6 +202,7 @@ struct RangePenalty : torch::autograd::Function<RangePenalty> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const BelowAutogradOnce guard;
     static const Kernel<decltype(range_penalty_backward)> kernel("range_penalty_backward");
     auto result = kernel(ctx->saved_data["triton"].toBool(), grads[0], ctx->get_saved_variables(),
                          ctx->saved_data["threshold"].toDouble());
@@ -244,6 +257,7 @@ struct Mfnnr : torch::autograd::Function<Mfnnr> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const BelowAutogradOnce guard;
     constexpr size_t kFixed = 4;  // x, tau, seed, activations
     const auto saved = ctx->get_saved_variables();
     const size_t params = saved.size() - kFixed, route = ctx->saved_data["route"].toInt();
@@ -377,6 +391,7 @@ struct Smfr : torch::autograd::Function<Smfr> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const BelowAutogradOnce guard;
     static const Kernel<decltype(smfr_backward)> kernel("smfr_backward");
     const auto saved = ctx->get_saved_variables();
     const size_t params = ctx->saved_data["params"].toInt(), taus = ctx->saved_data["taus"].toInt(),

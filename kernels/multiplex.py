@@ -108,17 +108,21 @@ def backward_logits_kernel(
     base = b * M * N + n
     best, total, index, _ = column_stats(logits_ptr, None, base, mask, tau, seed, limit, M, N, MODE, False, CT)
     mean = tl.zeros(rows.shape, CT)
+    centre = tl.zeros(rows.shape, CT)
     for m in range(M):
         _, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
         dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, CT)
-        mean += soft_weight(z, best, total) * dw
+        w = soft_weight(z, best, total)
+        mean += w * dw
+        centre += w * z
     dtau = tl.zeros(rows.shape, CT)
     for m in range(M):
         t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
         dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, CT)
         w = soft_weight(z, best, total)
         dz = divide(w * (dw - mean), tau)
-        dtau -= dz * z
+        # dz sum to 0 over m, so z may be measured from anywhere; from its own mean a rounding of `mean` does not count
+        dtau -= dz * (z - centre)
         if grad_penalty_ptr is not None:
             dz += 2 * tl.load(grad_penalty_ptr).to(CT) * excess(t, limit)
         tl.store(dlogits_ptr + base + m * N, dz, mask=mask)

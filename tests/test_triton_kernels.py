@@ -60,8 +60,8 @@ else:
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN: what a kernel leaves unwritten shows
 
 
-def close(name: str, got: Tensor, plain: Tensor, exact: Tensor, allow: float = 8.0) -> None:
-    """Error against fp64 at most twice that of plain PyTorch in the same dtype, plus a few ulp of the largest value.
+def close(name: str, got: Tensor, plain: Tensor, exact: Tensor, factor: float = 2.0) -> None:
+    """Error against fp64 at most ``factor`` x that of plain PyTorch in the same dtype, plus two roundings.
 
     bf16 gets one more ulp: the interpreter truncates fp32 to bf16, a GPU rounds.
     """
@@ -79,11 +79,25 @@ def close(name: str, got: Tensor, plain: Tensor, exact: Tensor, allow: float = 8
     got, plain, exact = got[~odd], plain[~odd], exact[~odd]
     wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     scale = exact.abs().max().item()
-    bound = 2 * (plain - exact).abs().max().item() + allow * wide * scale + 1e-30
+    # In fp64 plain PyTorch is itself the measure: its error, which is as large as ours, reads zero.
+    units = 64 if dtype == torch.float64 else 2
+    bound = factor * (plain - exact).abs().max().item() + units * wide * scale + 1e-30
     if dtype == torch.bfloat16:
         bound += torch.finfo(dtype).eps * scale
     error = (got - exact).abs().max().item()
     assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g} at scale {scale:.3g}"
+
+
+#: What a kernel gave, what plain PyTorch gives in the same dtype, what it gives in fp64.
+Gradient = tuple[Tensor, Tensor, Tensor]
+DRAWS = 3
+
+
+def draws_close(name: str, draw: Callable[[int], Gradient], factor: float = 2.0) -> None:
+    """For a gradient that is one number: the worst errors of several draws, since a single sum can be right by luck."""
+    drawn = [draw(seed) for seed in range(DRAWS)]
+    got, plain, exact = (torch.stack([d[i] for d in drawn]) for i in range(3))
+    close(name, got, plain, exact, factor)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -120,7 +134,8 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[A
 
 def check_multiplex(
     blocks: Tensor, logits: Tensor, grad: Tensor, mode: int, tau: Tensor | None, tau_value: float = 1.0
-) -> None:
+) -> Gradient:
+    """Returns the gradient of tau, which is to be compared over several draws."""
     seed = torch.tensor(-(2**62) + 12345) if mode == GUMBEL else None
     inputs = [blocks, logits] + ([] if tau is None else [tau])
 
@@ -138,8 +153,8 @@ def check_multiplex(
     close("dlogits", dlogits, grads[1], grads64[1])
     if tau is None:
         assert dtau.item() == 0
-    else:
-        close("dtau", dtau, grads[2].to(dtau.dtype), grads64[2], allow=64.0)
+        return dtau, dtau, dtau
+    return dtau, grads[2].to(dtau.dtype), grads64[2]
 
 
 SHAPES = [(3, 6, 8, 10), (2, 5, 4, 196), (1, 1, 1, 1), (9, 3, 9, 7), (2, 2, 1, 300)]
@@ -163,9 +178,13 @@ def test_multiplex_shapes(shape: tuple[int, ...], mode: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_multiplex_dtypes_and_tau(dtype: torch.dtype, mode: int) -> None:
     tau = torch.tensor(0.6, dtype=compute_dtype(torch.empty(0, dtype=dtype)))
-    blocks, logits = normal((2, 2, 5, 6), dtype, 0), normal((2, 2, 5, 3), dtype, 1)
-    check_multiplex(blocks, logits, normal((2, 2, 3, 6), dtype, 2), mode, tau)
-    check_multiplex(blocks, logits, normal((2, 2, 3, 6), dtype, 2), mode, None, 0.3)  # 0.3 is not an fp32 number
+
+    def check(seed: int, tau: Tensor | None, tau_value: float = 1.0) -> Gradient:
+        blocks, logits = normal((2, 2, 5, 6), dtype, 10 * seed), normal((2, 2, 5, 3), dtype, 10 * seed + 1)
+        return check_multiplex(blocks, logits, normal((2, 2, 3, 6), dtype, 10 * seed + 2), mode, tau, tau_value)
+
+    draws_close("dtau", lambda seed: check(seed, tau))
+    check(0, None, 0.3)  # 0.3 is not an fp32 number
 
 
 @interpreted
@@ -222,7 +241,8 @@ def test_multiplex_bad_tau_tensor_gives_nan(value: float) -> None:
 @pytest.mark.parametrize("shape", [(0, 3, 2, 4), (2, 3, 0, 4), (2, 3, 2, 0)])
 def test_multiplex_empty(shape: tuple[int, ...]) -> None:
     b, m, n, d = shape
-    check_multiplex(torch.ones(b, m, d), torch.ones(b, m, n), torch.ones(b, n, d), SOFTMAX, torch.tensor(1.0))
+    ones = torch.ones(b, m, d), torch.ones(b, m, n), torch.ones(b, n, d)
+    close("dtau", *check_multiplex(*ones, SOFTMAX, torch.tensor(1.0)))
 
 
 @interpreted
@@ -368,6 +388,10 @@ def test_range_penalty_empty() -> None:
 
 # mfnnr
 
+# For the gradient of tau behind the route FNN: one number per draw, and the FNN multiplies the error of one draw far
+# beyond that of the others, so that luck decides how plain PyTorch fares in just that one.
+TAU_FACTOR = 3.0
+
 
 def fnn_params(sizes: Sequence[int], dtype: torch.dtype, seed: int, scale: float) -> list[Tensor]:
     params = []
@@ -390,12 +414,14 @@ class Case:
         context: bool = True,
         dtype: torch.dtype = torch.float32,
         scale: float = 1.5,
+        seed: int = 0,
     ) -> None:
         self.context, self.dtype = context, dtype
-        self.x = normal((*lead, m, d), dtype, 0)
-        self.grad = normal((*lead, n, d), dtype, 1)
-        self.route = fnn_params([m * d, *hidden, m * n], dtype, 100, scale)
-        self.update = fnn_params([n * d + (m * d if context else 0), *hidden, n * d + n], dtype, 200, scale)
+        self.x = normal((*lead, m, d), dtype, 1000 * seed)
+        self.grad = normal((*lead, n, d), dtype, 1000 * seed + 1)
+        self.route = fnn_params([m * d, *hidden, m * n], dtype, 1000 * seed + 100, scale)
+        widths = [n * d + (m * d if context else 0), *hidden, n * d + n]
+        self.update = fnn_params(widths, dtype, 1000 * seed + 200, scale)
 
     def check(
         self,
@@ -406,7 +432,8 @@ class Case:
         need_params: bool = True,
         use_out: bool = True,
         use_penalty: bool = True,
-    ) -> None:
+    ) -> Gradient:
+        """Returns the gradient of tau, which is to be compared over several draws."""
         wide = compute_dtype(self.x)
         seed = torch.tensor(99) if mode == GUMBEL else None
         tau_value = 0.7
@@ -429,7 +456,7 @@ class Case:
         arguments = (self.x, self.route, self.update, tau, tau_value, seed, mode, self.context, threshold)
         out, penalty, logits, gate, saved = kernels.mfnnr_forward(*arguments, True)
         for name, got in zip(("out", "penalty", "logits", "gate"), (out, penalty, logits, gate), strict=True):
-            close(name, got, getattr(result, name).detach(), getattr(result64, name).detach(), allow=32.0)
+            close(name, got, getattr(result, name).detach(), getattr(result64, name).detach())
         fake = mfnnr_op.fake_forward(*arguments, True)
         for got, shape in zip((out, penalty, logits, gate, saved), fake, strict=True):
             assert (got.shape, got.dtype) == (shape.shape, shape.dtype)
@@ -449,15 +476,16 @@ class Case:
             torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)  # inputs are never written
         assert len(got_grads) == 2 + (len(params) if need_params else 0)
         if need_x:
-            close("dx", got_grads[0], grads[0], grads64[0], allow=64.0)
+            close("dx", got_grads[0], grads[0], grads64[0])
         else:
             assert got_grads[0].shape == (0,)
-        if tau is None:
-            assert got_grads[1].item() == 0
-        else:
-            close("dtau", got_grads[1], grads[-1].to(wide), grads64[-1], allow=500.0)
         for i, got in enumerate(got_grads[2:]):
-            close(f"dparams[{i}]", got, grads[1 + i], grads64[1 + i], allow=64.0)
+            close(f"dparams[{i}]", got, grads[1 + i], grads64[1 + i])
+        dtau = got_grads[1]
+        if tau is None:
+            assert dtau.item() == 0
+            return dtau, dtau, dtau
+        return dtau, grads[-1].to(wide), grads64[-1]
 
 
 @interpreted
@@ -465,7 +493,7 @@ class Case:
 @pytest.mark.parametrize("context", [True, False])
 def test_mfnnr(mode: int, context: bool) -> None:
     Case(context=context).check(mode)
-    Case(context=context).check(mode, tau=torch.tensor(0.6))
+    draws_close("dtau", lambda seed: Case(context=context, seed=seed).check(mode, tau=torch.tensor(0.6)), TAU_FACTOR)
 
 
 @interpreted
@@ -498,7 +526,7 @@ def test_mfnnr_shapes(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mfnnr_dtypes(dtype: torch.dtype, hidden: tuple[int, ...]) -> None:
     tau = torch.tensor(0.6, dtype=compute_dtype(torch.empty(0, dtype=dtype)))
-    Case(dtype=dtype, hidden=hidden).check(GUMBEL, tau=tau)
+    draws_close("dtau", lambda seed: Case(dtype=dtype, hidden=hidden, seed=seed).check(GUMBEL, tau=tau), TAU_FACTOR)
 
 
 @interpreted
@@ -518,7 +546,7 @@ def test_mfnnr_dtypes(dtype: torch.dtype, hidden: tuple[int, ...]) -> None:
     ids=str,
 )
 def test_mfnnr_partial(what: dict[str, Any], hidden: tuple[int, ...]) -> None:
-    Case(hidden=hidden).check(tau=torch.tensor(0.6), **what)
+    draws_close("dtau", lambda seed: Case(hidden=hidden, seed=seed).check(tau=torch.tensor(0.6), **what), TAU_FACTOR)
 
 
 @interpreted

@@ -28,7 +28,7 @@ Tensor gated_residual_forward(const Tensor& x, const Tensor& fresh, const Tensor
     over_rows<T>(gate.numel(), args.d, x,
                  [&](int64_t begin, int64_t end) { kernel.gated_residual_forward(args, begin, end); });
   });
-  return out.to(x.scalar_type());
+  return in_type(out, x.scalar_type());
 }
 
 std::tuple<Tensor, Tensor, Tensor> gated_residual_backward(const Tensor& grad, const Tensor& x, const Tensor& fresh,
@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> gated_residual_backward(const Tensor& grad, c
                  [&](int64_t begin, int64_t end) { kernel.gated_residual_backward(args, begin, end); });
   });
   const auto type = x.scalar_type();
-  return {grad_x.to(type), grad_fresh.to(type), grad_gate.to(type)};
+  return {in_type(grad_x, type), in_type(grad_fresh, type), in_type(grad_gate, type)};
 }
 
 }  // namespace

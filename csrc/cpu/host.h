@@ -3,7 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_cpu_dispatch.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -19,11 +19,20 @@ inline at::ScalarType compute_type(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The tensor as the kernels read it: contiguous, fp64 or fp32.
-inline at::Tensor readable(const at::Tensor& tensor) { return tensor.to(compute_type(tensor)).contiguous(); }
+// Calls of torch that change nothing still pass through its dispatcher, which a small op feels: ask first.
+inline at::Tensor in_type(const at::Tensor& tensor, at::ScalarType type) {
+  return tensor.scalar_type() == type ? tensor : tensor.to(type);
+}
 
+// The tensor as the kernels read it: contiguous, fp64 or fp32.
+inline at::Tensor readable(const at::Tensor& tensor) {
+  const at::Tensor wide = in_type(tensor, compute_type(tensor));
+  return wide.is_contiguous() ? wide : wide.contiguous();
+}
+
+// Past the dispatcher as well: here the device is known.
 inline at::Tensor empty_wide(at::IntArrayRef sizes, const at::Tensor& like) {
-  return at::empty(sizes, like.options().dtype(compute_type(like)));
+  return at::cpu::empty(sizes, like.options().dtype(compute_type(like)));
 }
 
 // Calls `body` with a float or a double that stands for the compute type.
@@ -39,7 +48,8 @@ inline Routing read_routing(const OptionalTensor& tau, double tau_value, const O
   return {static_cast<Mode>(mode), value, mode == 1 ? seed->item<int64_t>() : 0};
 }
 
-// Two threads on little work run slower than one; below this many cycles a thread is not worth waking.
+// Below this many cycles, as the callers count them, a thread is not worth waking. Multiplex of 128 to 512 elements, one
+// thread against two in turns on two cores: even at 7e3 to 10e3 cycles a thread, two 1.04 to 1.24 x faster at 14e3.
 constexpr double kCyclesPerThread = 12e3;
 
 // body(index, scratch) for every index, in parallel when the work is worth it. No result may depend on who runs what.

@@ -279,7 +279,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mfnnr_forward(const Tensor& x
   double penalty = 0;
   const LayerResult r = forward_stack(readable(x), {layer}, threshold, save, penalty)[0];
   const auto type = x.scalar_type();
-  return {r.out.to(type), at::scalar_tensor(penalty, r.saved.options()), r.logits.to(type), r.gate.to(type), r.saved};
+  return {in_type(r.out, type), at::scalar_tensor(penalty, r.saved.options()), in_type(r.logits, type),
+          in_type(r.gate, type), r.saved};
 }
 
 std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
@@ -292,8 +293,8 @@ std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const Optiona
   const LayerGrads grads = backward_stack(readable_grad(grad_out, layer.size, x), scalar_or_zero(grad_penalty),
                                           {readable(x)}, {layer}, {saved}, threshold, need_x, need_params)[0];
   const auto type = x.scalar_type();
-  std::vector<Tensor> result{grads.x.to(type), at::scalar_tensor(grads.tau, saved.options())};
-  for (const Tensor& param : grads.params) result.push_back(param.to(type));
+  std::vector<Tensor> result{in_type(grads.x, type), at::scalar_tensor(grads.tau, saved.options())};
+  for (const Tensor& param : grads.params) result.push_back(in_type(param, type));
   return result;
 }
 
@@ -328,14 +329,14 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector
   const auto type = x.scalar_type();
   std::vector<Tensor> logits, gates, saved;
   for (const LayerResult& r : results) {
-    logits.push_back(r.logits.to(type));
-    gates.push_back(r.gate.to(type));
+    logits.push_back(in_type(r.logits, type));
+    gates.push_back(in_type(r.gate, type));
     if (!save) continue;
     saved.push_back(r.saved);
     if (saved.size() + 1 < 2 * results.size()) saved.push_back(r.out);
   }
-  return {results.back().out.to(type), at::scalar_tensor(penalty, x.options().dtype(compute_type(x))), logits, gates,
-          saved};
+  return {in_type(results.back().out, type), at::scalar_tensor(penalty, x.options().dtype(compute_type(x))), logits,
+          gates, saved};
 }
 
 std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
@@ -360,11 +361,11 @@ std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const Optional
       backward_stack(readable_grad(grad_out, stack.back().size, x), scalar_or_zero(grad_penalty), inputs, stack,
                      activations, threshold, need_x, need_params);
   const auto type = x.scalar_type();
-  std::vector<Tensor> result{grads[0].x.to(type)};
+  std::vector<Tensor> result{in_type(grads[0].x, type)};
   if (!taus.empty())
     for (const LayerGrads& g : grads) result.push_back(at::scalar_tensor(g.tau, saved[0].options()));
   for (const LayerGrads& g : grads)
-    for (const Tensor& param : g.params) result.push_back(param.to(type));
+    for (const Tensor& param : g.params) result.push_back(in_type(param, type));
   return result;
 }
 

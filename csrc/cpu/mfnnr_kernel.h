@@ -202,9 +202,7 @@ T sum_row(const T* row, int64_t count) {
   Vec<T> sum{};
   for (int64_t at = 0; at < count; at += kLanes<T>)
     sum += load_first(row + at, std::min<int64_t>(kLanes<T>, count - at));
-  T total = 0;
-  for (int i = 0; i < kLanes<T>; ++i) total += sum[i];
-  return total;
+  return sum_lanes<T>(sum);
 }
 
 // grad_weight[:, columns of the unit] and, with the first columns, grad_bias.

@@ -29,7 +29,7 @@ Tensor multiplex_forward(const Tensor& blocks, const Tensor& logits, const Optio
   auto shape = blocks.sizes().vec();
   shape[shape.size() - 2] = size.n;
   const Tensor out = empty_wide(shape, blocks);
-  if (out.numel() == 0) return out.to(blocks.scalar_type());
+  if (out.numel() == 0) return in_type(out, blocks.scalar_type());
   const Tensor b = readable(blocks), l = readable(logits);
   with_compute_type(blocks, [&](auto zero) {
     using T = decltype(zero);
@@ -41,7 +41,7 @@ Tensor multiplex_forward(const Tensor& blocks, const Tensor& logits, const Optio
                   kernel.multiplex_forward(args, begin, std::min(size.batch, begin + kElementsEach), scratch);
                 });
   });
-  return out.to(blocks.scalar_type());
+  return in_type(out, blocks.scalar_type());
 }
 
 std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad, const Tensor& blocks, const Tensor& logits,
@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad, const 
                       kernel.multiplex_backward(args, begin, std::min(size.batch, begin + kElementsEach), scratch);
                 });
   });
-  return {grad_blocks.to(blocks.scalar_type()), grad_logits.to(logits.scalar_type()),
+  return {in_type(grad_blocks, blocks.scalar_type()), in_type(grad_logits, logits.scalar_type()),
           at::scalar_tensor(sum_in_order(grad_tau), wide)};
 }
 

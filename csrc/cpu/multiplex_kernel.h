@@ -84,18 +84,18 @@ FASTMOD_INLINE Vec<T> add_gumbel(Vec<T> value, Vec<T> uniform) {
 }
 
 // Softmax over m entries `step` apart, a vector at a time; `hard` gets the weights of a straight-through forward.
-template <typename T>
-FASTMOD_INLINE void softmax_column(int64_t m, int64_t step, bool pick, const T* z, T* soft, T* hard) {
+template <bool pick, typename T>
+FASTMOD_INLINE void softmax_column(int64_t m, int64_t step, const T* z, T* soft, T* hard) {
   Vec<T> top = load(z);
   Vec<T> where{};
   for (int64_t i = 1; i < m; ++i) {
     const Vec<T> value = load(z + i * step);
-    where = value > top ? splat(T(i)) : where;
+    if (pick) where = value > top ? splat(T(i)) : where;
     top = maximum<T>(top, value);
   }
   Vec<T> sum{};
   for (int64_t i = 0; i < m; ++i) {
-    const Vec<T> e = vexp(load(z + i * step) - top);
+    const Vec<T> e = vexp<true>(load(z + i * step) - top);
     store(soft + i * step, e);
     sum += e;
   }
@@ -108,15 +108,18 @@ FASTMOD_INLINE void softmax_column(int64_t m, int64_t step, bool pick, const T* 
   }
 }
 
-// Turns the gradient of the weights into that of the logits, in place; returns that of tau, lane by lane.
+// Turns the gradient of the weights into that of the logits, in place; returns that of tau, lane by lane. The gradients
+// of a column sum to 0, so z may be measured from anywhere; from its own mean a rounding of `mean` does not count.
 template <typename T>
-FASTMOD_INLINE Vec<T> softmax_column_backward(int64_t m, int64_t step, T inverse_tau, const T* z, const T* soft,
-                                              T* grad) {
-  Vec<T> mean{}, along_tau{};
+FASTMOD_INLINE Vec<T> softmax_column_backward(int64_t m, int64_t step, T inverse_tau, bool need_tau, const T* z,
+                                              const T* soft, T* grad) {
+  Vec<T> mean{}, centre{}, along_tau{};
   for (int64_t i = 0; i < m; ++i) mean += load(soft + i * step) * load(grad + i * step);
+  if (need_tau)
+    for (int64_t i = 0; i < m; ++i) centre += load(soft + i * step) * load(z + i * step);
   for (int64_t i = 0; i < m; ++i) {
     const Vec<T> g = load(soft + i * step) * (load(grad + i * step) - mean) * inverse_tau;
-    along_tau -= g * load(z + i * step);
+    if (need_tau) along_tau -= g * (load(z + i * step) - centre);
     store(grad + i * step, g);
   }
   return along_tau;
@@ -159,7 +162,8 @@ const T* route_weights(const BlockSizes& s, const Routing& routing, int64_t firs
     }
   for (int64_t at = 0; at < count; at += kLanes<T>)
     for (int64_t e = at; e < s.n * kWidth + at; e += kWidth)
-      softmax_column(s.m, s.n * kWidth, pick, scratch.z + e, scratch.soft + e, scratch.hard + e);
+      if (pick) softmax_column<true>(s.m, s.n * kWidth, scratch.z + e, scratch.soft + e, scratch.hard + e);
+      else softmax_column<false>(s.m, s.n * kWidth, scratch.z + e, scratch.soft + e, scratch.hard + e);
   return pick ? scratch.hard : scratch.soft;
 }
 
@@ -185,8 +189,8 @@ double multiplex_tile_backward(const BlockSizes& s, const Routing& routing, int6
       lane_gemm<T>(s.m, s.d, s.n, {weights + at, s.n * kWidth, kWidth}, {grad_routed + at, s.d * kWidth, kWidth},
                    {grad_blocks + at, s.d * kWidth, kWidth}, accumulate);
     for (int64_t e = at; e < s.n * kWidth + at; e += kWidth) {
-      const Vec<T> along_tau = softmax_column_backward(s.m, s.n * kWidth, inverse_tau, scratch.z + e, scratch.soft + e,
-                                                       grad_logits + e);
+      const Vec<T> along_tau = softmax_column_backward(s.m, s.n * kWidth, inverse_tau, need_tau, scratch.z + e,
+                                                       scratch.soft + e, grad_logits + e);
       if (need_tau) grad_tau += sum_first<T>(along_tau, count - at);
     }
   }
@@ -237,11 +241,13 @@ FASTMOD_INLINE const T* element_weights(const MultiplexArgs<T>& args, int64_t el
       store(scratch.z + i * scratch.width + j, value * inverse_tau);
     }
   for (int64_t j = 0; j < s.n; j += lanes)
-    softmax_column(s.m, scratch.width, pick, scratch.z + j, scratch.soft + j, scratch.hard + j);
+    if (pick) softmax_column<true>(s.m, scratch.width, scratch.z + j, scratch.soft + j, scratch.hard + j);
+    else softmax_column<false>(s.m, scratch.width, scratch.z + j, scratch.soft + j, scratch.hard + j);
   return pick ? scratch.hard : scratch.soft;
 }
 
-// An element spans pages, where the hardware prefetcher stops: ask for the next one while this one is at work.
+// An element spans pages, where the hardware prefetcher stops: ask for the next one while this one is at work. A tensor
+// at a time, between the steps: all at once would wait for one another, with nothing to compute meanwhile.
 template <int kWrite, typename T>
 FASTMOD_INLINE void prefetch(const T* data, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(data + i, kWrite);
@@ -252,12 +258,13 @@ void elements_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, 
   const BlockSizes& s = args.size;
   const ElementScratch<T> scratch(s, memory);
   for (int64_t element = begin; element < end; ++element) {
-    if (element + 1 < end) {
-      prefetch<0>(args.blocks + (element + 1) * s.m * s.d, s.m * s.d);
+    const bool more = element + 1 < end;
+    if (more) prefetch<0>(args.blocks + (element + 1) * s.m * s.d, s.m * s.d);
+    const T* weights = element_weights(args, element, scratch);
+    if (more) {
       prefetch<0>(args.logits + (element + 1) * s.m * s.n, s.m * s.n);
       prefetch<1>(args.out + (element + 1) * s.n * s.d, s.n * s.d);
     }
-    const T* weights = element_weights(args, element, scratch);
     small_gemm<T>(s.n, s.d, s.m, {weights, 1, scratch.width}, args.blocks + element * s.m * s.d, s.d,
                   args.out + element * s.n * s.d, s.d);
   }
@@ -275,15 +282,12 @@ double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t en
   double grad_tau = 0;
   for (int64_t element = begin; element < end; ++element) {
     const T *blocks = args.blocks + element * s.m * s.d, *grad = args.grad + element * s.n * s.d;
-    if (element + 1 < end) {
-      prefetch<0>(blocks + s.m * s.d, s.m * s.d);
-      prefetch<0>(grad + s.n * s.d, s.n * s.d);
-      prefetch<0>(args.logits + (element + 1) * s.m * s.n, s.m * s.n);
-      prefetch<1>(args.grad_blocks + (element + 1) * s.m * s.d, s.m * s.d);
-      prefetch<1>(args.grad_logits + (element + 1) * s.m * s.n, s.m * s.n);
-    }
+    const bool more = element + 1 < end;
+    if (more) prefetch<0>(grad + s.n * s.d, s.n * s.d);
     const T* weights = element_weights(args, element, scratch);
+    if (more) prefetch<0>(blocks + s.m * s.d, s.m * s.d);
     small_gemm<T>(s.m, s.d, s.n, {weights, scratch.width, 1}, grad, s.d, args.grad_blocks + element * s.m * s.d, s.d);
+    if (more) prefetch<1>(args.grad_blocks + (element + 1) * s.m * s.d, s.m * s.d);
     if (by_dots) {
       dots<T>(s.m, s.n, s.d, blocks, s.d, grad, s.d, scratch.grad, scratch.width);
     } else {
@@ -291,8 +295,12 @@ double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t en
       small_gemm<T>(s.m, scratch.width, s.d, {blocks, s.d, 1}, scratch.transposed, scratch.width, scratch.grad,
                     scratch.width);
     }
+    if (more) {
+      prefetch<0>(args.logits + (element + 1) * s.m * s.n, s.m * s.n);
+      prefetch<1>(args.grad_logits + (element + 1) * s.m * s.n, s.m * s.n);
+    }
     for (int64_t j = 0; j < s.n; j += lanes) {
-      const Vec<T> along_tau = softmax_column_backward(s.m, scratch.width, inverse_tau, scratch.z + j,
+      const Vec<T> along_tau = softmax_column_backward(s.m, scratch.width, inverse_tau, args.need_tau, scratch.z + j,
                                                        scratch.soft + j, scratch.grad + j);
       if (args.need_tau) grad_tau += sum_first<T>(along_tau, s.n - j);
       for (int64_t i = 0; i < s.m; ++i)

@@ -48,7 +48,7 @@ std::vector<Tensor> range_penalty_backward(const Tensor& grad, at::TensorList lo
                                                    scale, target + first);
       });
     });
-    result.push_back(out.to(value.scalar_type()));
+    result.push_back(in_type(out, value.scalar_type()));
   }
   return result;
 }

@@ -11,15 +11,19 @@ FASTMOD_INLINE Vec<T> excess(Vec<T> value, T threshold) {  // t - clamp(t); a Na
 // An infinite t would give inf - inf where t is clamped to itself; the threshold is finite, so it gives inf.
 template <typename T>
 double range_penalty_forward(const T* logits, int64_t count, double threshold) {
-  Vec<T> sum{};
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    const int64_t left = count - i;
-    const Vec<T> over =
-        excess<T>(left < kLanes<T> ? load_first(logits + i, left) : load(logits + i), T(threshold));
-    sum += over * over;
-  }
+  constexpr int64_t kRun = 16 * kLanes<T>;  // short sums in T, their sum in fp64: long ones would lose digits
   double total = 0;
-  for (int i = 0; i < kLanes<T>; ++i) total += double(sum[i]);
+  for (int64_t first = 0; first < count; first += kRun) {
+    Vec<T> sum{};
+    const int64_t end = std::min(count, first + kRun);
+    for (int64_t i = first; i < end; i += kLanes<T>) {
+      const int64_t left = end - i;
+      const Vec<T> over =
+          excess<T>(left < kLanes<T> ? load_first(logits + i, left) : load(logits + i), T(threshold));
+      sum += over * over;
+    }
+    total += double(sum_lanes<T>(sum));
+  }
   return total;
 }
 

@@ -75,10 +75,12 @@ FASTMOD_INLINE T sum_lanes(Vec<T> v) {
 }
 
 // exp: argument reduction and polynomial of Cephes' expf, about 1 ulp; overflow to inf, gradual underflow, NaN kept.
+// kNegative: of arguments that are not above 0, as in a softmax.
+template <bool kNegative = false>
 FASTMOD_INLINE Vec<float> vexp(Vec<float> x) {
   const Vec<float> low = splat(-105.0f), high = splat(89.0f);
   x = x < low ? low : x;
-  x = x > high ? high : x;
+  if (!kNegative) x = x > high ? high : x;
   const Vec<float> shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec<float> n = (x * 1.44269504088896341f + shifter) - shifter;
   Vec<float> r = x - n * 0.693359375f;
@@ -90,9 +92,13 @@ FASTMOD_INLINE Vec<float> vexp(Vec<float> x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
+#if FASTMOD_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   const IntVec whole = __builtin_convertvector(n, IntVec), half = whole >> 1;
   // Two factors, so that neither leaves the range of normal numbers.
   return p * (Vec<float>)((half + 127) << 23) * (Vec<float>)((whole - half + 127) << 23);
+#endif
 }
 
 // log of positive normal numbers: Cephes' logf.
@@ -121,6 +127,7 @@ FASTMOD_INLINE Vec<float> vlog(Vec<float> x) {
 }
 
 // fp64 serves gradient checks and exactness, not speed: libm, lane by lane.
+template <bool kNegative = false>
 FASTMOD_INLINE Vec<double> vexp(Vec<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
   return x;

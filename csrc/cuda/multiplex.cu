@@ -11,6 +11,19 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
                     shape.batch * shape.n);
 }
 
+// In four sums, because roundings pile up with the length of a sum.
+template <typename T>
+__device__ Compute<T> dot(const T* a, const T* b, int64_t count) {
+  Compute<T> sums[4] = {0, 0, 0, 0};
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[j] += widen(a[i + j]) * widen(b[i + j]);
+  }
+  for (; i < count; ++i) sums[0] += widen(a[i]) * widen(b[i]);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
 // With w the softmax weights and dw[m, c] = sum over d of grad[c, d] * blocks[b, m, d]:
 //   dz = w * (dw - sum over m of w * dw), dlogits = dz / tau, dtau = sum of -dz * z / tau
 template <typename T>
@@ -24,7 +37,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   FASTMOD_SHARED(C, grad_weights, kChunk * kColumns);
   FASTMOD_SHARED(C, top, kColumns);
   FASTMOD_SHARED(C, sum, kColumns);
-  FASTMOD_SHARED(C, mean, kColumns);  // sum over m of w * dw
+  FASTMOD_SHARED(C, mean, kColumns);    // sum over m of w * dw
+  FASTMOD_SHARED(C, centre, kColumns);  // sum over m of w * z
   FASTMOD_SHARED(int64_t, chosen, kColumns);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, end = shape.batch * shape.n;
   ColumnTile<T> tile(logits, routing, shape, first, end, scores, top, sum, chosen);
@@ -36,26 +50,29 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   const T* block = blocks + b * shape.m * shape.d;
   const auto fill = [&](int64_t m0) {  // soft and grad_weights of a chunk whose scores are loaded
     for (int m = tile.first_row(); active && m < tile.rows(m0); m += tile.kRowStep) {
-      C dot = 0;
-      for (int64_t d = 0; d < shape.d; ++d) dot += widen(grad_row[d]) * widen(block[(m0 + m) * shape.d + d]);
       const int i = m * kColumns + tile.column;
       soft[i] = tile.soft(scores[i]);
-      grad_weights[i] = dot;
+      grad_weights[i] = dot(grad_row, block + (m0 + m) * shape.d, shape.d);
     }
   };
 
-  C total = 0;
+  C total = 0, scores_total = 0;
   for (int64_t m0 = 0; m0 < shape.m; m0 += kChunk) {
     if (!tile.one_chunk()) tile.load(m0);
     fill(m0);
     __syncthreads();
     if (static_cast<int>(threadIdx.x) < tile.count) {
       for (int m = 0; m < tile.rows(m0); ++m) {
-        total += soft[m * kColumns + tile.column] * grad_weights[m * kColumns + tile.column];
+        const int i = m * kColumns + tile.column;
+        total += soft[i] * grad_weights[i];
+        scores_total += soft[i] * scores[i];
       }
     }
   }
-  if (static_cast<int>(threadIdx.x) < tile.count) mean[tile.column] = total;
+  if (static_cast<int>(threadIdx.x) < tile.count) {
+    mean[tile.column] = total;
+    centre[tile.column] = scores_total;
+  }
   __syncthreads();
 
   const C penalty = grad_penalty ? C(2) * *grad_penalty : C(0);
@@ -69,7 +86,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
       const int i = m * kColumns + tile.column;
       const int64_t at = tile.offset + (m0 + m) * shape.n;
       const C grad_score = soft[i] * (grad_weights[i] - mean[tile.column]);
-      grad_tau -= grad_score * scores[i] / tile.tau;
+      // They sum to 0 over m, so z may be measured from anywhere; from its own mean a rounding of `mean` does not count.
+      grad_tau -= grad_score * (scores[i] - centre[tile.column]) / tile.tau;
       C result = grad_score / tile.tau;
       if (grad_penalty) result += penalty * excess(widen(logits[at]), threshold);
       narrow(result, grad_logits + at);

@@ -13,11 +13,11 @@ from fastmod.nn.mfnnr import MFNNR, Routing, describe_routing
 from fastmod.ops import SMFROutput, smfr
 
 
-def _needs_its_own_call(layer: MFNNR) -> bool:
-    """Whether a layer does something that the op for the whole stack would leave out."""
-    return type(layer) is not MFNNR or bool(
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    )
+def _needs_its_own_call(layer: MFNNR, context: bool, threshold: float | None) -> bool:
+    """Whether a layer does something that the op for the whole stack would leave out or do otherwise."""
+    if type(layer) is not MFNNR or layer.context != context or layer.threshold != threshold:
+        return True
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 class SMFR(nn.Module):
@@ -32,7 +32,8 @@ class SMFR(nn.Module):
 
     Shapes: ``[..., in_blocks, D] -> [..., out_blocks, D]``. Parameters: ``stack.{i}.route.{j}.weight|bias`` and
     ``stack.{i}.update.{j}.weight|bias``, with Gumbel also ``stack.{i}.log_tau``. The layers of ``stack`` are called one
-    by one, and so slower, if one of them has hooks, is of a subclass, or was put in train or eval mode by itself.
+    by one, and so slower, if one of them has hooks, is of a subclass, was put in train or eval mode by itself, or has
+    another ``context`` or ``threshold`` than the first.
     """
 
     def __init__(
@@ -58,25 +59,36 @@ class SMFR(nn.Module):
             for m, n in pairwise(counts)
         )
         self.in_blocks, self.block_size, self.mode = in_blocks, block_size, mode
-        self.context, self.threshold = context, self._layers()[0].threshold
         # What the last forward left for penalty() and routing(): its output, and mode and temperature of each layer.
         self._last: tuple[SMFROutput, list[tuple[str, float | Tensor]]] | None = None
+
+    @property
+    def threshold(self) -> float | None:
+        """That of the first layer; setting it sets it in every layer."""
+        return self._layers()[0].threshold
+
+    @threshold.setter
+    def threshold(self, value: float | None) -> None:
+        for layer in self._layers():
+            layer.threshold = value
 
     def forward(self, x: Tensor) -> Tensor:
         _parts.check_blocks("x", x, self.in_blocks, self.block_size, "in_blocks, block_size")
         layers = self._layers()
         routings = [layer.current_routing() for layer in layers]
         mode = routings[0][0]
-        if any(_needs_its_own_call(layer) for layer in layers) or any(other != mode for other, _ in routings):
+        context, threshold = layers[0].context, layers[0].threshold
+        by_layers = any(_needs_its_own_call(layer, context, threshold) for layer in layers)
+        if by_layers or any(other != mode for other, _ in routings):
             result = self._by_layers(x, layers)
         else:
             result = smfr(
                 x,
                 [(_parts.fnn_tensors(layer.route), _parts.fnn_tensors(layer.update)) for layer in layers],
-                context=self.context,
+                context=context,
                 mode=mode,
                 taus=None if self.mode == "softmax" else cast("list[Tensor]", [tau for _, tau in routings]),
-                threshold=self.threshold,
+                threshold=threshold,
             )
         object.__setattr__(self, "_last", (result, routings))  # nn.Module's own looks for parameters and modules
         return result.out
