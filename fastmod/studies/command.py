@@ -55,7 +55,7 @@ def study(
     noisy: Annotated[bool, typer.Option("--noisy", help="The study's variant with permuted input (algo).")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; must not exist or be empty.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time, each with a share of the threads.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Trials at the same time, sharing the threads.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")] = None,
 ) -> None:
     """Run a paper's experiment; the table shows our figures beside the printed ones. Without a name: a list."""
@@ -64,16 +64,19 @@ def study(
         return
     with _clear_errors():
         if resume is not None:
-            if any(option is not None for option in (model, seeds, steps, setting, out, device)) or quick or noisy:
+            others = (model, seeds, steps, setting, out, jobs, device)
+            if any(option is not None for option in others) or quick or noisy:
                 raise StudyError("--resume goes on with a run as it was begun; it takes no other option")
             folder = RunFolder(resume)
             plan = folder.plan()
             if name not in (None, plan.study):
                 raise StudyError(f"{resume} is a run of {plan.study!r}, not of {name!r}")
+            _device(plan.device)
         else:
             assert name is not None
             text = settings_of(setting or [])
-            plan = _plan(name, model, seeds, steps, text | ({"noisy": "true"} if noisy else {}), quick, jobs, device)
+            text |= {"noisy": "true"} if noisy else {}
+            plan = _plan(name, model, seeds, steps, text, quick, jobs or 1, device)
             default = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
             folder = RunFolder.create(out or default, plan)
     run(folder, plan)
@@ -114,9 +117,9 @@ def live(
         with Display(console, len(plan.trials())) as display:
             rows, spoken = show.run(folder, plan, display)
     console.print(table(registry.get(plan.study).paper, rows))
-    console.print(spoken, highlight=False, soft_wrap=True)
-    console.print(f"report: {folder.report_file}", highlight=False, soft_wrap=True)
-    console.print(f"look inside: fastmod inspect {shlex.quote(str(folder.path))}", highlight=False, soft_wrap=True)
+    _say(spoken)
+    _say(f"report: {folder.report_file}")
+    _say(f"look inside: fastmod inspect {shlex.quote(str(folder.path))}")
 
 
 def inspect(
@@ -170,9 +173,9 @@ def _device(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise StudyError(f"--device {name}: {str(error).splitlines()[0]}") from None
+        torch.zeros((), device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise StudyError(f"--device {name}: {next(iter(str(error).splitlines()), 'not available')}") from None
     return name
 
 

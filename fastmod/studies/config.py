@@ -28,8 +28,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "chunk", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise StudyError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) < 2**31:
+                raise StudyError(f"{name}: expected 1 or more, below 2**31, got {getattr(self, name)}")
         if not self.lr > 0 or not self.clip > 0:
             raise StudyError(f"lr and clip: expected more than 0, got {self.lr} and {self.clip}")
         for name in ("steps", "evaluate_every"):
@@ -66,19 +66,26 @@ def seeds_of(text: str) -> list[int]:
     seeds: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        last = last if dash else first
+        # Nine digits: more are no seed for torch, or a range that fills the memory.
+        if not all(end.isdecimal() and len(end) <= 9 for end in (first, last)) or int(first) > int(last):
             raise StudyError(f"--seeds: expected something like 0-4 or 0,3,7, got {text!r}")
-        seeds += range(int(first), int(last or first) + 1)
-    if not seeds or len(set(seeds)) != len(seeds):
+        if int(last) - int(first) >= _MOST_SEEDS:
+            raise StudyError(f"--seeds: expected {_MOST_SEEDS} at most, got {text!r}")
+        seeds += range(int(first), int(last) + 1)
+    if len(set(seeds)) != len(seeds):
         raise StudyError(f"--seeds: expected distinct seeds, got {text!r}")
     return seeds
+
+
+_MOST_SEEDS = 10_000
 
 
 def _read(key: str, value: Any, kind: Any) -> Any:
     """Text or a JSON value as the type that the field is declared with."""
     try:
         return _as(value, kind)
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         wanted = getattr(kind, "__name__", None) if get_origin(kind) is None else None
         raise StudyError(f"{key}: expected {wanted or kind}, got {value!r}") from None
 

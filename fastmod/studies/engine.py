@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -47,28 +48,32 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 
 class _Events:
-    """A file of TensorBoard events. ``SummaryWriter`` would write it in a thread, where a full disk is nobody's error."""
+    """TensorBoard's file of a trial. Its own ``SummaryWriter`` writes in a thread, where a full disk is nobody's error;
+    the file is made when there is something to tell."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError:  # the command says so once; metrics.jsonl has it all
-            self._file = None
-            return
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
-        self._file = (folder / f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}").open("wb")
-        self._records = RecordWriter(self._file)
-        self._write(file_version="brain.Event:2")
-        # What an earlier session told beyond its checkpoint is not valid any more.
-        self._write(step=step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        self._folder, self._step = folder, step
+        self._file: BinaryIO | None = None
+        self._wanted = find_spec("tensorboard") is not None  # the command says so if not; metrics.jsonl has it all
 
     def add(self, metrics: dict[str, float], step: int) -> None:
-        if self._file is not None:
-            values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-            self._write(step=step, summary=self._summary(value=values))
+        if not self._wanted:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        events = [{"step": step, "summary": Summary(value=values)}]
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # TensorBoard reads the files of a folder in the order of their names.
+            self._file = (self._folder / f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}").open("wb")
+            # What an earlier session told of later steps than its checkpoint holds is not valid any more.
+            begin = {"step": self._step + 1, "session_log": SessionLog(status=SessionLog.START)}
+            events = [{"file_version": "brain.Event:2"}, begin, *events]
+        for event in events:
+            RecordWriter(self._file).write(Event(wall_time=time.time(), **event).SerializeToString())
 
     def flush(self) -> None:
         if self._file is not None:
@@ -78,15 +83,22 @@ class _Events:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, **content: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
-
 
 def prepare_trial(study: Study, plan: Plan, model: str, seed: int) -> Trial:
     """The trial at step 0. The global generator is seeded: it initialises the model and draws the seeds of noise."""
     config = changed(study.defaults, plan.settings)
+    if model not in study.models:
+        raise StudyError(f"{study.name} has no model {model!r}, only {', '.join(study.models)}")
     torch.manual_seed(seed)
-    return study.trial(config, model, seed, torch.device(plan.device))
+    try:
+        return study.trial(config, model, seed, torch.device(plan.device))
+    except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        # Settings that no model can be built with, a device that is not there, no memory.
+        raise StudyError(f"{model} on {plan.device}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def run_trial(
@@ -97,22 +109,32 @@ def run_trial(
     file = folder.checkpoint_file(key)
     trial = prepare_trial(registry.get(plan.study), plan, model, seed)
     metrics: dict[str, float] = {}
+    on_disk = -1  # step of the checkpoint
     if file.exists():
         state = checkpoint.load(file, owner)
         trial.load_state(state)
-        metrics = state["metrics"]
+        metrics, on_disk = state["metrics"], trial.step
     events = _Events(folder.events / key, trial.step)
 
     def save() -> None:
+        nonlocal on_disk
+        if trial.step == on_disk:
+            return
         events.flush()
         folder.sync()
         checkpoint.save(file, owner, {**trial.state(), "metrics": metrics})
+        on_disk = trial.step
 
     try:
         saved = time.monotonic()
         while not trial.finished:
             begin = time.perf_counter()
-            loss = float(trial.chunk())  # the only wait for the device, once a chunk
+            try:
+                loss = float(trial.chunk())  # the only wait for the device, once a chunk
+            except (MemoryError, RuntimeError) as error:  # torch has a class of its own for a GPU's memory only
+                if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error):
+                    raise StudyError(f"{key}: out of memory; try a smaller batch or chunk") from error
+                raise
             fresh = None
             if not math.isfinite(loss):
                 raise StudyError(f"{key}: the loss is {loss} at step {trial.step}; try a smaller lr")
@@ -207,9 +229,12 @@ def _run_jobs(folder: RunFolder, plan: Plan, tell: Listener, stop: threading.Eve
     news, sender = spawn.Pipe(duplex=False)
     wire = _Wire(sender, spawn.Lock(), spawn.RawValue("b", 0))
     over = threading.Event()
-    listener = threading.Thread(target=_pass_on, args=(news, tell, stop, wire, over), daemon=True)
+    trouble: list[BaseException] = []
+    listener = threading.Thread(target=_pass_on, args=(news, tell, stop, wire, over, trouble), daemon=True)
     listener.start()
-    with ProcessPoolExecutor(plan.jobs, mp_context=spawn, initializer=_begin_job, initargs=(plan.threads, wire)) as pool:
+    with ProcessPoolExecutor(
+        plan.jobs, mp_context=spawn, initializer=_begin_job, initargs=(plan.threads, wire)
+    ) as pool:
         with _interrupts_blocked():
             futures = [pool.submit(_job, folder.path, plan, *trial) for trial in plan.trials()]
         try:
@@ -223,6 +248,8 @@ def _run_jobs(folder: RunFolder, plan: Plan, tell: Listener, stop: threading.Eve
         finally:
             over.set()
             listener.join()
+            if trouble:
+                raise trouble[0]
 
 
 @contextlib.contextmanager
@@ -238,13 +265,27 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _pass_on(news: Connection, tell: Listener, stop: threading.Event, wire: _Wire, over: threading.Event) -> None:
+def _pass_on(
+    news: Connection,
+    tell: Listener,
+    stop: threading.Event,
+    wire: _Wire,
+    over: threading.Event,
+    trouble: list[BaseException],
+) -> None:
+    """Runs in a thread. What ``tell`` raises ends the run, as it does without jobs."""
     while True:
         last = over.is_set()  # before looking: what the jobs have sent until then is shown
         if stop.is_set():
             wire.halt.value = 1
         if news.poll(0 if last else 0.2):
-            tell(news.recv())
+            progress = news.recv()  # also where nobody listens any more: jobs would wait for a full pipe
+            try:
+                if not trouble:
+                    tell(progress)
+            except BaseException as error:  # rich ends the program where a pipe is closed
+                trouble.append(error)
+                wire.halt.value = 1
         elif last:
             return
 

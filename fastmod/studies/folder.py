@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -36,6 +37,17 @@ class Plan:
     def trials(self) -> list[tuple[str, int]]:
         """(model, seed), in the order they are run."""
         return [(model, seed) for model in self.models for seed in self.seeds]
+
+    def sound(self) -> bool:
+        """Whether the values are of the types they should be, after reading."""
+        return (
+            all(isinstance(value, str) for value in (self.study, self.device))
+            and all(isinstance(value, list) for value in (self.models, self.seeds))
+            and all(isinstance(model, str) for model in self.models)
+            and all(isinstance(count, int) for count in (*self.seeds, self.threads, self.jobs))
+            and isinstance(self.settings, dict)
+            and min(self.threads, self.jobs) > 0
+        )
 
     def owner(self, model: str, seed: int) -> str:
         """Marks a checkpoint as this trial's: same study, model, seed and settings."""
@@ -78,10 +90,13 @@ class RunFolder:
     def plan(self) -> Plan:
         file = self.path / "config.json"
         try:
-            return Plan(**json.loads(file.read_text()))
+            plan = Plan(**json.loads(file.read_text()))
+            if not plan.sound():
+                raise ValueError("values of other types than expected")
+            return plan
         except FileNotFoundError:
             raise StudyError(f"{self.path}: not the folder of a run, it has no config.json") from None
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise StudyError(f"{file}: damaged or written by another version ({error})") from None
 
     def checkpoint_file(self, key: str) -> Path:
@@ -89,9 +104,13 @@ class RunFolder:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """One write call per line, so that several jobs can share the file."""
-        handle = os.open(self.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        handle = os.open(self.metrics_file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             content = (json.dumps(line) + "\n").encode()
+            if os.lseek(handle, 0, os.SEEK_END):
+                os.lseek(handle, -1, os.SEEK_END)
+                if os.read(handle, 1) != b"\n":  # the line of another job, cut off by a full disk
+                    content = b"\n" + content
             while content:  # a second time only where the disk is full, to be told so
                 content = content[os.write(handle, content) :]
         finally:
@@ -106,13 +125,13 @@ class RunFolder:
             os.close(handle)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines; a last line that was cut off by a crash is left out."""
+        """All lines; what was cut off by a crash or a full disk is left out."""
         lines = []
-        for line in self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []:
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
+        for line in self.metrics_file.read_bytes().splitlines() if self.metrics_file.exists() else []:
+            with contextlib.suppress(ValueError, RecursionError):
+                found = json.loads(line)
+                if isinstance(found, dict) and found.keys() >= {"trial", "model", "seed", "step"}:
+                    lines.append(found)
         return lines
 
     def rewind(self, steps: Mapping[str, int]) -> None:
@@ -134,7 +153,7 @@ class RunFolder:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except OSError:
+                except BlockingIOError:
                     if time.monotonic() > end:
                         raise StudyError(f"{self.path}: another process is at work on this run") from None
                     time.sleep(0.2)

@@ -83,7 +83,7 @@ class Outcome:
                 steps, values = found.setdefault(line["seed"], ([], []))
                 steps.append(line["step"])
                 values.append(line[name])
-        return found
+        return dict(sorted(found.items()))  # several jobs write their lines in any order, which no figure should show
 
     def row(self, name: str, paper: str, records: Sequence[Record], key: str, note: str = "") -> Row:
         values = [record.result[key] for record in records if record.result.get(key) is not None]
