@@ -39,7 +39,7 @@ class Adam(torch.optim.Adam):
         self.max_norm = max_norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -55,9 +55,7 @@ class Adam(torch.optim.Adam):
         return loss
 
     def _fast_step(self, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
-        gradients = [
-            [p.grad if p.grad.is_contiguous() else p.grad.contiguous() for p in params] for _, params in groups
-        ]
+        gradients = [[_dense(p.grad) for p in params] for _, params in groups]
         scale = 1.0
         if self.max_norm is not None:
             norm = math.sqrt(sum(torch.ops.fastmod.square_sum(some) for some in gradients))
@@ -77,6 +75,11 @@ class Adam(torch.optim.Adam):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient if gradient.is_contiguous() else gradient.contiguous()
 
 
 def _plain(group: dict[str, Any], params: list[Tensor]) -> bool:

@@ -361,3 +361,34 @@ def test_examples_fit_the_model(study) -> None:  # type: ignore[no-untyped-def]
     for blocks in study.examples(config, CPU).values():
         assert blocks.shape[1:] == (len(study.blocks[0]), 10) and len(blocks) > 10
         assert trial.model(blocks).shape[1] == len(study.blocks[1])
+
+
+# ---------------------------------------------------------------- settings that cannot be
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (algo.AlgoConfig(), {"applications": 0}),
+        (algo.AlgoConfig(), {"width": 0}),
+        (algo.AlgoConfig(), {"depth": -1}),
+        (algo.AlgoConfig(), {"transformer_layers": 0}),
+        (algo.AlgoConfig(), {"fnn_width": 0}),
+        (algo.AlgoConfig(), {"fnn_depth": -1}),
+        (algo.AlgoConfig(), {"checkpoint_seconds": "nan"}),
+        (addmul.AddMulConfig(), {"thresholds": "0.5,0.5"}),
+        (addmul.AddMulConfig(), {"thresholds": "nan"}),
+        (addmul.AddMulConfig(), {"thresholds": "0.5,1.5"}),
+        (addmul.AddMulConfig(), {"interference": 75}),
+        (bpmnist.BPMNISTConfig(), {"bias_steps": -1}),
+    ],
+)
+def test_settings_that_cannot_be(config, settings) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(StudyError, match=next(iter(settings))):
+        changed(config, settings)
+
+
+@pytest.mark.usefixtures("digits")
+def test_bias_needs_a_block_for_every_quarter() -> None:
+    with pytest.raises(StudyError, match="width >= 4"):
+        bpmnist_trial("SMFR_bias", width=3)

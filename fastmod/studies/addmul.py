@@ -14,7 +14,7 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -52,8 +52,9 @@ class AddMulConfig(models.ModelConfig):
             value = getattr(self, name)
             if value < 1 or value % self.evaluate_every:
                 raise StudyError(f"{name}: expected a multiple of evaluate_every = {self.evaluate_every}, got {value}")
-        if not self.thresholds or list(self.thresholds) != sorted(set(self.thresholds)):
-            raise StudyError(f"thresholds: expected increasing values, got {self.thresholds}")
+        increasing = all(a < b for a, b in pairwise(self.thresholds))
+        if not self.thresholds or not increasing or not all(0 <= t <= 1 for t in self.thresholds):
+            raise StudyError(f"thresholds: expected increasing values in 0..1, got {self.thresholds}")
 
 
 def architecture(config: AddMulConfig, model: str, seed: int) -> dict[str, int]:

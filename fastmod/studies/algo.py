@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmod.studies import models
+from fastmod.studies.config import StudyError
 from fastmod.studies.study import Outcome, Record, Row, Study
 from fastmod.studies.trial import Trial
 
@@ -40,6 +41,11 @@ class AlgoConfig(models.ModelConfig):
     applications: int = 2  # of the rule, in training
     noisy: bool = False  # one fixed permutation of all neurons before each application
     until_solved: bool = False  # end as soon as every iteration is 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.applications < 1:
+            raise StudyError(f"applications: expected 1 or more, got {self.applications}")
 
 
 def roles(device: torch.device | None = None) -> Tensor:

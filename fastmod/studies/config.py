@@ -32,6 +32,8 @@ class Config:
                 raise StudyError(f"{name}: expected 1 or more, below 2**31, got {getattr(self, name)}")
         if not self.lr > 0 or not self.clip > 0:
             raise StudyError(f"lr and clip: expected more than 0, got {self.lr} and {self.clip}")
+        if not self.checkpoint_seconds >= 0:
+            raise StudyError(f"checkpoint_seconds: expected 0 or more, got {self.checkpoint_seconds}")
         for name in ("steps", "evaluate_every"):
             if getattr(self, name) % self.chunk:
                 raise StudyError(f"{name}: expected a multiple of chunk = {self.chunk}, got {getattr(self, name)}")

@@ -24,6 +24,24 @@ class ModelConfig(Config):
     inner: int = 400
     transformer_layers: int = 2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"depth": 0, "fnn_depth": 0}
+        for name in (
+            "width",
+            "depth",
+            "hidden",
+            "layers",
+            "fnn_width",
+            "fnn_depth",
+            "heads",
+            "inner",
+            "transformer_layers",
+        ):
+            value = getattr(self, name)  # None: the study draws one
+            if value is not None and value < least.get(name, 1):
+                raise StudyError(f"{name}: expected {least.get(name, 1)} or more, got {value}")
+
 
 class PlainSMFR(plain.SMFR):
     """The SMFR in plain PyTorch, with the interface of ``fastmod.nn.SMFR``: for races."""
