@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,29 +45,44 @@ class Adam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        groups = [(group, params) for group, params in groups if params]
-        if _extension.LOADED and all(_plain(group, params) for group, params in groups):
-            self._fast_step(groups)
+        fast = self._ready() if _extension.LOADED else None
+        if fast is not None:
+            self._fast_step(fast)
         else:
             if self.max_norm is not None:
-                nn.utils.clip_grad_norm_([p for _, params in groups for p in params], self.max_norm, foreach=True)
+                every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+                nn.utils.clip_grad_norm_(every, self.max_norm, foreach=True)
             super().step()
         return loss
 
-    def _fast_step(self, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
-        gradients = [[_dense(p.grad) for p in params] for _, params in groups]
+    def _ready(self) -> list[_Fast] | None:
+        """The lists that the extension takes; made once, and anew when parameters, their state or who has a gradient
+        change. None: something is asked for that the extension does not do."""
+        known = self.__dict__.get("_known")
+        if known is not None and all(f.fits() for f in known):
+            return known
+        known = []
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            if not _plain(group, params):
+                return None
+            states = [self._state_of(p) for p in params]
+            columns = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+            known.append(_Fast(group, params, *columns))
+        self.__dict__["_known"] = known
+        return known
+
+    def _fast_step(self, fast: list[_Fast]) -> None:
+        gradients = [[_dense(p.grad) for p in f.params] for f in fast]
         scale = 1.0
         if self.max_norm is not None:
             norm = math.sqrt(sum(torch.ops.fastmod.square_sum(some) for some in gradients))
             scale = min(self.max_norm / (norm + 1e-6), 1.0) if norm == norm else norm  # NaN spreads, as in torch
-        for (group, params), some in zip(groups, gradients, strict=True):
-            states = [self._state_of(p) for p in params]
-            means, squares, steps = ([s[name] for s in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-            beta1, beta2 = group["betas"]
-            torch.ops.fastmod.adam_(
-                params, some, means, squares, steps, scale, group["lr"], beta1, beta2, group["eps"]
-            )  # fmt: skip
+        for f, some in zip(fast, gradients, strict=True):
+            (beta1, beta2), lr, eps = f.group["betas"], f.group["lr"], f.group["eps"]
+            torch.ops.fastmod.adam_(f.params, some, f.means, f.squares, f.steps, scale, lr, beta1, beta2, eps)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -76,6 +92,41 @@ class Adam(torch.optim.Adam):
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.__dict__.pop("_known", None)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.__dict__.pop("_known", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "max_norm": self.max_norm}
+
+
+@dataclass
+class _Fast:
+    """What the extension needs of one group, in lists."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    means: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self.without = [p for p in self.group["params"] if p.grad is None]
+        self.places = [p.data_ptr() for p in self.params]  # model.to(...) moves the parameters, not these lists
+
+    def fits(self) -> bool:
+        """Whether nothing has changed that the lists were made for."""
+        return (
+            all(p.grad is not None for p in self.params)
+            and all(p.grad is None for p in self.without)
+            and [p.data_ptr() for p in self.params] == self.places
+            and _options_are_plain(self.group)
+        )
+
 
 def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
@@ -84,11 +135,15 @@ def _dense(gradient: Tensor | None) -> Tensor:
 
 def _plain(group: dict[str, Any], params: list[Tensor]) -> bool:
     """Whether the extension does all that is asked for."""
-    unusual = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable")
-    if any(group[name] for name in unusual) or isinstance(group["lr"], Tensor):
-        return False
     dtype = params[0].dtype
-    return dtype in (torch.float32, torch.float64) and all(
-        p.device.type == "cpu" and p.dtype is dtype and p.is_contiguous() and p.grad.layout is torch.strided  # type: ignore[union-attr]
-        for p in params
+    return (
+        _options_are_plain(group)
+        and dtype in (torch.float32, torch.float64)
+        and all(p.device.type == "cpu" and p.dtype is dtype and p.is_contiguous() for p in params)
+        and all(p.grad is not None and p.grad.layout is torch.strided for p in params)
     )
+
+
+def _options_are_plain(group: dict[str, Any]) -> bool:
+    unusual = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable")
+    return not any(group[name] for name in unusual) and isinstance(group["lr"], float)

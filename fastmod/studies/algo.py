@@ -40,7 +40,7 @@ class AlgoConfig(models.ModelConfig):
     fnn_depth: int = 4
     applications: int = 2  # of the rule, in training
     noisy: bool = False  # one fixed permutation of all neurons before each application
-    until_solved: bool = False  # end as soon as every iteration is 1.0
+    until_solved: bool = False  # end as soon as OOD_odd is 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +119,7 @@ class AlgoTrial(Trial):
         return {"accuracy": whole[1], "ood_even": even, "ood_odd": odd, **accuracy, **variables}
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:
-        if self.config.until_solved and metrics["ood_odd"] == metrics["ood_even"] == metrics["accuracy"] == 1.0:
+        if self.config.until_solved and metrics["ood_odd"] == 1.0:
             self.extra["solved_at"] = self.step
 
     @property
