@@ -181,11 +181,11 @@ def test_addmul_stages(left: int, limited: int) -> None:
     config = changed(addmul.AddMulConfig(), {"width": 1, "depth": 1, "layers": 1, "hidden": 8})
     trial = addmul.AddMulTrial(config, "SMFR_softmax", 0, CPU)
     trial.extra["left"] = left
-    blocks, goal = trial.batches(generator())
+    blocks, digit = trial.batches(generator())
     x, y, task = blocks.argmax(-1).flatten(0, 1).unbind(-1)
     mixed = (x < 5) != (y < 5)
     assert mixed[task == limited].all() and not mixed[task != limited].all()
-    assert torch.equal(goal.flatten(0, 1).argmax(-1), torch.where(task == addmul.ADD, x + y, x * y) % 10)
+    assert torch.equal(digit.flatten(), torch.where(task == addmul.ADD, x + y, x * y) % 10)
 
 
 def test_addmul_sets_aside_interferes_and_returns() -> None:
@@ -380,6 +380,7 @@ def test_examples_fit_the_model(study) -> None:  # type: ignore[no-untyped-def]
         (addmul.AddMulConfig(), {"thresholds": "nan"}),
         (addmul.AddMulConfig(), {"thresholds": "0.5,1.5"}),
         (addmul.AddMulConfig(), {"interference": 75}),
+        (addmul.AddMulConfig(), {"loss": "hinge"}),
         (bpmnist.BPMNISTConfig(), {"bias_steps": -1}),
     ],
 )

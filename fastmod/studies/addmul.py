@@ -39,6 +39,7 @@ class AddMulConfig(models.ModelConfig):
     steps: int = 20_000  # of preparation at most; interference comes on top
     evaluate_every: int = 50
     interference: int = 2000
+    loss: str = "cross_entropy"  # or squared: error against the one-hot block; with it nets forget far less
     thresholds: tuple[float, ...] = (0.7, 0.8, 0.9, 0.95, 1.0)
     width: int | None = None  # type: ignore[assignment]
     depth: int | None = None  # type: ignore[assignment]
@@ -52,6 +53,8 @@ class AddMulConfig(models.ModelConfig):
             value = getattr(self, name)
             if value < 1 or value % self.evaluate_every:
                 raise StudyError(f"{name}: expected a multiple of evaluate_every = {self.evaluate_every}, got {value}")
+        if self.loss not in ("squared", "cross_entropy"):
+            raise StudyError(f"loss: expected squared or cross_entropy, got {self.loss!r}")
         increasing = all(a < b for a, b in pairwise(self.thresholds))
         if not self.thresholds or not increasing or not all(0 <= t <= 1 for t in self.thresholds):
             raise StudyError(f"thresholds: expected increasing values in 0..1, got {self.thresholds}")
@@ -108,11 +111,15 @@ class AddMulTrial(Trial):
         restricted = arithmetic.restricted_pairs(shape, generator)
         limited = MULTIPLY if self.extra["left"] == 0 else ADD
         blocks, digit = blocks_of(torch.where((task == limited).unsqueeze(-1), restricted, uniform), task)
-        return blocks, F.one_hot(digit, BLOCK).float()
+        return blocks, digit
 
-    def loss(self, blocks: Tensor, goal: Tensor) -> Tensor:  # type: ignore[override]
+    def loss(self, blocks: Tensor, digit: Tensor) -> Tensor:  # type: ignore[override]
         answer = self.model(blocks)[:, 0]
-        return F.mse_loss(answer, goal) + models.penalty(self.model)
+        if self.config.loss == "squared":
+            error = F.mse_loss(answer, F.one_hot(digit, BLOCK).float())
+        else:
+            error = F.cross_entropy(answer, digit)
+        return error + models.penalty(self.model)
 
     def evaluate(self) -> dict[str, float]:
         every = arithmetic.all_pairs(self.device)
