@@ -124,7 +124,7 @@ class AddMulTrial(Trial):
     def evaluate(self) -> dict[str, float]:
         every = arithmetic.all_pairs(self.device)
         excluded = arithmetic.excluded_pairs(self.device)
-        allowed = every[(every[:, 0] < 5) != (every[:, 1] < 5)]
+        allowed = arithmetic.allowed_pairs(self.device)
         interfering = self.extra["left"] > 0
         parts = [(every, MULTIPLY if interfering else ADD), (allowed, ADD if interfering else MULTIPLY)]
         return {

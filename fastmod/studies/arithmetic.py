@@ -32,6 +32,12 @@ def all_pairs(device: torch.device) -> Tensor:
     return torch.cartesian_prod(digits, digits)
 
 
+def allowed_pairs(device: torch.device) -> Tensor:
+    """``[50, 2]``: one digit low, the other high; the pairs that ``restricted_pairs`` draws from."""
+    pairs = all_pairs(device)
+    return pairs[(pairs[:, 0] < 5) != (pairs[:, 1] < 5)]
+
+
 def excluded_pairs(device: torch.device) -> Tensor:
     """``[50, 2]``: both digits low or both high; the pairs that ``restricted_pairs`` never gives."""
     pairs = all_pairs(device)
