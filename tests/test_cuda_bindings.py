@@ -63,10 +63,11 @@ def test_bound_multiplex(bindings: Any, dtype: torch.dtype, mode: int) -> None:
     for name, *values in zip(["out", "grad_blocks", "grad_logits", "grad_tau"], got, exact, usual, strict=True):
         assert values[0].is_contiguous()
         assert values[0].dtype == values[2].dtype
-        if name == "grad_tau":  # one number of one draw: here whether it arrives, in test_cuda_host.py how exact it is
-            torch.testing.assert_close(values[0].double(), values[1].double(), rtol=1e-4, atol=1e-5)
+        if name == "grad_tau" and values[0].dtype == torch.float32:
+            # One number of one draw, that plain PyTorch may get right by luck: test_cuda_host.py has how exact it is.
+            torch.testing.assert_close(values[0].double(), values[1].double(), rtol=1e-5, atol=1e-5)
         else:
-            assert_close(name, *values)
+            assert_close(name, *values, scale=10.0 if name == "grad_tau" else 0.0)
     *by_value, none = bindings.multiplex_backward(grad, blocks, logits, None, 0.75, seed, mode)
     assert torch.equal(by_value[0], got[1])
     assert torch.equal(by_value[1], got[2])
@@ -153,8 +154,9 @@ def test_bound_mfnnr(bindings: Any, case: Mfnnr) -> None:
         values = [t.flatten(1) if t.dim() > 1 else t for t in values]
         for name, *three in zip(names, [*values, *got], exact, usual, strict=True):
             assert three[0].dtype == three[2].dtype, name
-            # As above: gradients of one draw, and some of few numbers.
-            if name == "grad_tau" or (name.startswith("grad") and three[0].dtype == torch.float32):
-                torch.testing.assert_close(three[0].double(), three[1].double(), rtol=1e-4, atol=1e-5)
-            else:
-                assert_close(name, *three)
+            if name == "grad_tau" and three[0].dtype == torch.float32:  # as above
+                torch.testing.assert_close(three[0].double(), three[1].double(), rtol=1e-5, atol=1e-5)
+            else:  # gradients of one draw, and some of few numbers: test_cuda_host.py compares several draws
+                scale = float(batch * n) if name == "grad_tau" else 0.0
+                looser = {"factor": 4, "roundings": 4} if name.startswith("grad") else {}
+                assert_close(name, *three, scale=scale, **looser)
