@@ -114,4 +114,57 @@ inline void check_smfr(at::TensorList params, int64_t fnn_tensors, at::TensorLis
                     seeds.size());
 }
 
+inline void check_mask_noise(const at::Tensor& seed, int64_t first, int64_t samples, int64_t stream) {
+  TORCH_CHECK_TYPE(seed.dim() == 0 && seed.scalar_type() == at::kLong, "seed: expected an int64 0-d tensor");
+  TORCH_CHECK_VALUE(first >= 0 && samples >= 1, "samples: expected at least 1, from sample 0 on, got ", samples,
+                    " from ", first, " on");
+  TORCH_CHECK_VALUE(stream >= 0, "stream: expected at least 0, got ", stream);
+}
+
+inline void check_sample_mask(const at::Tensor& logits, const std::optional<at::Tensor>& weight,
+                              const at::Tensor& seed, int64_t first, int64_t samples, int64_t stream) {
+  check_float(logits, "logits");
+  check_mask_noise(seed, first, samples, stream);
+  if (!weight) return;
+  check_like(logits, *weight, "weight");
+  TORCH_CHECK_VALUE(weight->sizes() == logits.sizes(), "weight: expected the shape of logits, ", logits.sizes(),
+                    ", got ", weight->sizes());
+}
+
+inline void check_masked_layer(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                               const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_logits,
+                               int64_t samples) {
+  check_float(x, "x");
+  check_like(x, weight, "weight");
+  check_like(x, logits, "logits");
+  TORCH_CHECK_VALUE(logits.sizes() == weight.sizes(), "logits: expected the shape of weight, ", weight.sizes(),
+                    ", got ", logits.sizes());
+  TORCH_CHECK_VALUE(samples >= 1 && x.size(0) % samples == 0, "x: expected a batch that is a multiple of ", samples,
+                    " samples, got ", x.size(0));
+  TORCH_CHECK_VALUE(!bias_logits || bias, "bias_logits: expected none without a bias");
+  for (const auto* tensor : {&bias, &bias_logits})
+    if (*tensor) {
+      check_like(x, **tensor, tensor == &bias ? "bias" : "bias_logits");
+      TORCH_CHECK_VALUE((*tensor)->dim() == 1 && (*tensor)->size(0) == weight.size(0),
+                        "bias and bias_logits: expected [", weight.size(0), "], got ", (*tensor)->sizes());
+    }
+}
+
+inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_logits,
+                                int64_t samples) {
+  TORCH_CHECK_VALUE(x.dim() >= 2 && weight.dim() == 2 && x.size(-1) == weight.size(1),
+                    "expected x [B, ..., in] and weight [out, in], got ", x.sizes(), " and ", weight.sizes());
+  check_masked_layer(x, weight, logits, bias, bias_logits, samples);
+}
+
+inline void check_masked_conv2d(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_logits,
+                                int64_t samples, int64_t groups) {
+  TORCH_CHECK_VALUE(x.dim() == 4 && weight.dim() == 4 && groups >= 1 && x.size(1) == weight.size(1) * groups,
+                    "expected x [B, in, H, W] and weight [out, in / groups, h, w], got ", x.sizes(), " and ",
+                    weight.sizes(), " with ", groups, " groups");
+  check_masked_layer(x, weight, logits, bias, bias_logits, samples);
+}
+
 }  // namespace fastmod

@@ -3,27 +3,12 @@
 // Each op has a public schema (differentiable) over two kernel schemas, `<op>_forward` and `<op>_backward`. A kernel
 // schema exists twice: the plain overload is served by the native kernels, the overload `.triton` by Triton. The choice
 // is an argument of the public op, so that the backward runs where the forward ran, also in a compiled graph.
-#include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include <optional>
-#include <string>
-#include <tuple>
-#include <vector>
-
+#include "autograd.h"
 #include "checks.h"
 #include "ops.h"
 
 namespace fastmod {
 namespace {
-
-using at::Tensor;
-using at::TensorList;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr const char* kKernelSchemas[] = {
     "multiplex_forward(Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int mode) -> Tensor",
@@ -62,54 +47,6 @@ constexpr const char* kCpuSchemas[] = {
     "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, "
     "float grad_scale, float lr, float beta1, float beta2, float epsilon) -> ()",
 };
-
-// A kernel schema's two overloads, looked up once.
-template <typename Signature>
-struct Kernel {
-  explicit Kernel(const char* name) : native(find(name, "")), triton(find(name, "triton")) {}
-  template <typename... Args>
-  auto operator()(bool use_triton, Args&&... args) const {
-    return (use_triton ? triton : native).call(std::forward<Args>(args)...);
-  }
-
- private:
-  static c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload) {
-    const std::string qualified = std::string("fastmod::") + name;
-    return c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), overload).typed<Signature>();
-  }
-  c10::TypedOperatorHandle<Signature> native, triton;
-};
-
-// A backward that nobody differentiates goes straight to its kernel. With create_graph it passes the autograd key, where
-// a fallback tells that there is no second derivative.
-struct BelowAutogradOnce {
-  BelowAutogradOnce() {
-    if (!at::GradMode::is_enabled()) guard.emplace();
-  }
-  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-};
-
-bool any_requires_grad(std::initializer_list<TensorList> lists) {
-  if (!at::GradMode::is_enabled()) return false;
-  for (const auto& list : lists)
-    for (const auto& tensor : list)
-      if (tensor.defined() && tensor.requires_grad()) return true;
-  return false;
-}
-
-// Mixed devices must not reach the dispatcher, which would serve a meta tensor among CPU tensors with a shape only.
-void check_devices(const Tensor& first, std::initializer_list<TensorList> lists) {
-  for (const auto& list : lists)
-    for (const auto& tensor : list)
-      TORCH_CHECK(tensor.device() == first.device(), "expected all tensors on ", first.device(), ", got one on ",
-                  tensor.device());
-}
-
-// save_for_backward keeps positions; an undefined tensor stands for an absent one.
-Tensor value_or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
-OptionalTensor defined_or_none(const Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
-}
 
 // ---------------------------------------------------------------- multiplex
 
@@ -440,26 +377,6 @@ SmfrResult smfr_autograd(const Tensor& x, TensorList params, int64_t fnn_tensors
 // stays in fp32.
 
 template <c10::DeviceType device>
-Tensor lower(const Tensor& tensor) {
-  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
-}
-
-template <c10::DeviceType device>
-std::vector<Tensor> lower(TensorList tensors) {
-  std::vector<Tensor> result;
-  for (const auto& tensor : tensors) result.push_back(lower<device>(tensor));
-  return result;
-}
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> public_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-constexpr auto autocast_keys = c10::DispatchKeySet(
-    {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
-
-template <c10::DeviceType device>
 Tensor multiplex_autocast(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
                           const OptionalTensor& seed, int64_t mode, bool triton) {
   c10::impl::ExcludeDispatchKeyGuard guard(autocast_keys);
@@ -501,11 +418,6 @@ SmfrResult smfr_autocast(const Tensor& x, TensorList params, int64_t fnn_tensors
   return op.call(lower<device>(x), lower<device>(params), fnn_tensors, taus, seeds, mode, context, threshold, triton);
 }
 
-std::string with_overload(const char* schema, const char* overload) {
-  std::string text(schema);
-  return text.insert(text.find('('), std::string(".") + overload);
-}
-
 template <c10::DeviceType device>
 void register_autocast(torch::Library& m) {
   m.impl("multiplex", multiplex_autocast<device>);
@@ -528,10 +440,7 @@ void register_below(torch::Library& m) {
 TORCH_LIBRARY(fastmod, m) {
   for (const char* schema : kPublicSchemas) m.def(schema);
   for (const char* schema : kCpuSchemas) m.def(schema);
-  for (const char* schema : kKernelSchemas) {
-    m.def(schema);
-    m.def(with_overload(schema, "triton").c_str());
-  }
+  define_kernels(m, kKernelSchemas);
 }
 
 TORCH_LIBRARY_IMPL(fastmod, Autograd, m) {
@@ -540,12 +449,7 @@ TORCH_LIBRARY_IMPL(fastmod, Autograd, m) {
   m.impl("range_penalty", range_penalty_autograd);
   m.impl("mfnnr", mfnnr_autograd);
   m.impl("smfr", smfr_autograd);
-  // The kernels' own derivative (a double backward) is not there: say so instead of returning a constant.
-  for (const char* schema : kKernelSchemas) {
-    const std::string name(schema, std::string(schema).find('('));
-    m.impl(name.c_str(), torch::autograd::autogradNotImplementedFallback());
-    m.impl((name + ".triton").c_str(), torch::autograd::autogradNotImplementedFallback());
-  }
+  refuse_second_derivatives(m, kKernelSchemas);
 }
 
 TORCH_LIBRARY_IMPL(fastmod, CPU, m) {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -46,5 +47,35 @@ std::vector<at::Tensor> smfr_backward(const OptionalTensor& grad_out, const Opti
                                       const at::Tensor& x, at::TensorList params, int64_t fnn_tensors,
                                       at::TensorList taus, at::TensorList seeds, int64_t mode, bool context,
                                       double threshold, at::TensorList saved, bool need_x, bool need_params);
+
+// Masks [samples, *logits] of 0 and 1, times weight if there is one: samples first .. first + samples - 1 of the noise.
+at::Tensor sample_mask_forward(const at::Tensor& logits, const OptionalTensor& weight, int64_t first, int64_t samples,
+                               const at::Tensor& seed, int64_t stream);
+// Gradient of the logits, summed over the samples, plus base
+at::Tensor sample_mask_backward(const at::Tensor& grad, const at::Tensor& logits, const OptionalTensor& weight,
+                                int64_t first, int64_t samples, const at::Tensor& seed, int64_t stream, double tau,
+                                const OptionalTensor& base);
+
+// x [B, ..., in], part s of the batch through sample s of the masked weight [out, in] and bias [out]
+at::Tensor masked_linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                                 const OptionalTensor& bias, const OptionalTensor& bias_logits, const at::Tensor& seed,
+                                 int64_t samples);
+// gradients of x, weight, logits, bias and bias_logits; empty where not needed
+std::vector<at::Tensor> masked_linear_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+                                               const at::Tensor& logits, const OptionalTensor& bias,
+                                               const OptionalTensor& bias_logits, const at::Tensor& seed,
+                                               int64_t samples, double tau, std::array<bool, 5> needs);
+
+// The same of a convolution: x [B, in, H, W], weight [out, in / groups, h, w]
+at::Tensor masked_conv2d_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                                 const OptionalTensor& bias, const OptionalTensor& bias_logits, const at::Tensor& seed,
+                                 int64_t samples, at::IntArrayRef stride, at::IntArrayRef padding,
+                                 at::IntArrayRef dilation, int64_t groups);
+std::vector<at::Tensor> masked_conv2d_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+                                               const at::Tensor& logits, const OptionalTensor& bias,
+                                               const OptionalTensor& bias_logits, const at::Tensor& seed,
+                                               int64_t samples, at::IntArrayRef stride, at::IntArrayRef padding,
+                                               at::IntArrayRef dilation, int64_t groups, double tau,
+                                               std::array<bool, 5> needs);
 
 }  // namespace fastmod

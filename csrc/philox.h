@@ -13,6 +13,8 @@ namespace fastmod {
 
 // One stream per random op, so that two ops given one seed draw independent noise.
 constexpr uint32_t kStreamMultiplex = 0;
+constexpr uint32_t kStreamMask = 1;
+constexpr uint32_t kStreamMaskBias = 2;
 
 struct PhiloxWords {
   uint32_t word[4];

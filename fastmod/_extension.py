@@ -104,8 +104,9 @@ def triton_ops() -> frozenset[str]:
         kernels = importlib.import_module("fastmod.kernels")
     except ImportError:
         return frozenset()
-    # A stack of MFNNRs has no kernel of its own there: the extension calls that of one MFNNR layer by layer.
-    return frozenset([*kernels.register(), "smfr"])
+    # These have no kernels of their own there: the extension calls those of one MFNNR layer by layer, those of
+    # sample_mask sample by sample.
+    return frozenset([*kernels.register(), "smfr", "masked_linear", "masked_conv2d"])
 
 
 _load()

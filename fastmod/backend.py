@@ -13,7 +13,16 @@ from torch import Tensor
 from fastmod import _extension
 
 BACKENDS = ("auto", "native", "triton", "reference")
-OPS = ("multiplex", "gated_residual", "range_penalty", "mfnnr", "smfr")
+OPS = (
+    "multiplex",
+    "gated_residual",
+    "range_penalty",
+    "mfnnr",
+    "smfr",
+    "sample_mask",
+    "masked_linear",
+    "masked_conv2d",
+)
 
 # A plain module global, not a thread-local: torch.compile guards on it, and the autograd threads never read it,
 # because the choice made in the forward travels to the backward with the node.

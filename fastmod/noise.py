@@ -17,6 +17,8 @@ _ROUNDS = 10
 
 #: One stream per random op, so that two ops given one seed draw independent noise.
 STREAM_MULTIPLEX = 0
+STREAM_MASK = 1
+STREAM_MASK_BIAS = 2
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -31,14 +33,20 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
     return [c0, c1, c2, c3]
 
 
-def uniform(seed: Tensor, shape: torch.Size, *, stream: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uniform noise of ``shape`` in (0, 1): element ``i`` in contiguous order depends on (seed, stream, i) alone."""
+def words(seed: Tensor, shape: torch.Size, *, stream: int, device: torch.device, start: int = 0) -> Tensor:
+    """32-bit noise words in int64: that of element ``i`` in contiguous order depends on (seed, stream, start + i)."""
     numel = shape.numel()
     seed = seed.to(device)
-    group = torch.arange((numel + 3) // 4, device=device, dtype=torch.int64)
+    first, skipped = start // 4, start % 4
+    group = torch.arange(first, first + (skipped + numel + 3) // 4, device=device, dtype=torch.int64)
     counter = (group & _MASK32, (group >> 32) & _MASK32, torch.full_like(group, stream), torch.zeros_like(group))
-    words = torch.stack(philox4x32(counter, (seed & _MASK32, (seed >> 32) & _MASK32)), dim=-1)  # [groups, 4]
-    return (((words.flatten()[:numel] >> 9).to(dtype) + 0.5) * 2.0**-23).view(shape)
+    drawn = torch.stack(philox4x32(counter, (seed & _MASK32, (seed >> 32) & _MASK32)), dim=-1)  # [groups, 4]
+    return drawn.flatten()[skipped : skipped + numel].view(shape)
+
+
+def uniform(seed: Tensor, shape: torch.Size, *, stream: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uniform noise of ``shape`` in (0, 1): element ``i`` in contiguous order depends on (seed, stream, i) alone."""
+    return ((words(seed, shape, stream=stream, device=device) >> 9).to(dtype) + 0.5) * 2.0**-23
 
 
 def gumbel(seed: Tensor, shape: torch.Size, *, stream: int, dtype: torch.dtype, device: torch.device) -> Tensor:

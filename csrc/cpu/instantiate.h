@@ -10,13 +10,15 @@ namespace FASTMOD_ISA {
 #include "gated_residual_kernel.h"
 #include "range_penalty_kernel.h"
 #include "adam_kernel.h"
+#include "sample_mask_kernel.h"
 #include "mfnnr_kernel.h"
 
 template <typename T>
 constexpr KernelTable<T> make_table() {
-  return {multiplex_scratch<T>,       multiplex_forward<T>,      multiplex_backward<T>, gated_residual_forward<T>,
-          gated_residual_backward<T>, range_penalty_forward<T>,  range_penalty_backward<T>, square_sum<T>,
-          adam_update<T>,             mfnnr_scratch<T>,          mfnnr_forward<T>,         mfnnr_backward<T>,
+  return {multiplex_scratch<T>,       multiplex_forward<T>,     multiplex_backward<T>,     gated_residual_forward<T>,
+          gated_residual_backward<T>, range_penalty_forward<T>, range_penalty_backward<T>, square_sum<T>,
+          adam_update<T>,             sample_mask_forward<T>,   sample_mask_backward<T>,   prepare_masks<T>,
+          mask_run<T>,                mfnnr_scratch<T>,         mfnnr_forward<T>,          mfnnr_backward<T>,
           mfnnr_weight_grad<T>};
 }
 

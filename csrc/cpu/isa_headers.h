@@ -12,4 +12,5 @@
 #endif
 
 #include "cpu/kernels.h"
+#include "mask_constants.h"
 #include "philox.h"

@@ -90,6 +90,18 @@ struct AdamArgs {
   double epsilon;
 };
 
+// Masks over `count` weights: noise of samples first .. first + samples - 1.
+template <typename T>
+struct MaskArgs {
+  int64_t count, first, samples, seed;
+  uint32_t stream;
+  double tau;
+  const T *logits, *weight;  // [P], the weight may be null
+  T* out;                    // [S, P], forward only
+  const T *grad, *base;      // [S, P], [P] or null, backward only
+  T* grad_logits;            // [P]
+};
+
 template <typename T>
 struct KernelTable {
   // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
@@ -102,6 +114,12 @@ struct KernelTable {
   void (*range_penalty_backward)(const T* logits, int64_t count, double threshold, double scale, T* grad);
   double (*square_sum)(const T* values, int64_t count);
   void (*adam_update)(const AdamArgs&, int64_t count, const T* grad, T* param, T* mean, T* square);
+  void (*sample_mask_forward)(const MaskArgs<T>&, int64_t begin, int64_t end);
+  void (*sample_mask_backward)(const MaskArgs<T>&, int64_t begin, int64_t end);
+  // Pieces of the two above, for products with masked weights: see sample_mask_kernel.h.
+  bool (*prepare_masks)(const T* logits, int64_t count, int32_t* off, T* decay);
+  void (*mask_run)(const MaskArgs<T>&, int64_t sample, int64_t begin, int64_t count, const int32_t* off,
+                   const T* decay, bool has_nan, const T* weight, T* masked, T* slope);
   int64_t (*mfnnr_scratch)(const MfnnrArgs<T>&);
   void (*mfnnr_forward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
   void (*mfnnr_backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);

@@ -1,9 +1,24 @@
 """The ops: plain functions on tensors, differentiable, served by the backend in force."""
 
 from fastmod.ops.gated_residual import gated_residual
+from fastmod.ops.masked_conv2d import masked_conv2d
+from fastmod.ops.masked_linear import masked_linear
 from fastmod.ops.mfnnr import MFNNROutput, mfnnr
 from fastmod.ops.multiplex import multiplex
 from fastmod.ops.range_penalty import range_penalty
+from fastmod.ops.sample_mask import masked_weight, sample_mask
 from fastmod.ops.smfr import SMFROutput, smfr
 
-__all__ = ["MFNNROutput", "SMFROutput", "gated_residual", "mfnnr", "multiplex", "range_penalty", "smfr"]
+__all__ = [
+    "MFNNROutput",
+    "SMFROutput",
+    "gated_residual",
+    "masked_conv2d",
+    "masked_linear",
+    "masked_weight",
+    "mfnnr",
+    "multiplex",
+    "range_penalty",
+    "sample_mask",
+    "smfr",
+]

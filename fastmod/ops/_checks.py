@@ -68,3 +68,20 @@ def threshold(value: float) -> float:
     if not 0 <= value < INFINITY:
         raise ValueError(f"threshold: expected a finite number >= 0, got {value}")
     return float(value)
+
+
+def float_tau(tau: float) -> float:
+    """The temperature of an op that takes it by value only."""
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)):
+        raise TypeError(f"tau: expected a float, got {type(tau).__name__}")
+    if not 0 < tau < INFINITY:
+        raise ValueError(f"tau: expected a finite number > 0, got {tau}")
+    return float(tau)
+
+
+def sample_count(samples: int) -> int:
+    if isinstance(samples, bool) or not isinstance(samples, int):
+        raise TypeError(f"samples: expected an int, got {type(samples).__name__}")
+    if samples < 1:
+        raise ValueError(f"samples: expected at least 1, got {samples}")
+    return samples

@@ -1,0 +1,132 @@
+"""Binary masks over weights: ``sample_mask`` and, times the weights, ``masked_weight``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmod import backend, noise
+from fastmod.ops import _checks
+
+#: How many values ``word >> 9`` of the noise can take.
+WORDS = 2**23
+_LN2_LOW = float.fromhex("-0x1.bd01p-13")
+
+
+def sample_mask(logits: Tensor, samples: int, seed: int | Tensor | None = None, tau: float = 1.0) -> Tensor:
+    """Draw binary masks: a weight is kept with probability ``sigmoid(logit)``.
+
+    The forward is exactly 0 or 1; the gradient is that of the relaxed sample ``s = sigmoid((l + noise) / tau)``, noise
+    from the logistic distribution: ``s * (1 - s) / tau`` (straight through). ``tau`` does not change the masks.
+
+    Args:
+        logits: of any shape. ``+-inf`` gives a sure 1 or 0; NaN gives NaN.
+        samples: number of masks S.
+        seed: of the noise, an int or an int64 0-d tensor; ``None`` draws one from torch's generator.
+        tau: temperature of the relaxed sample.
+
+    Returns:
+        ``[S, *logits.shape]`` in the dtype of ``logits``; bit for bit the same on every backend.
+    """
+    return _sample(logits, None, 0, samples, seed, noise.STREAM_MASK, tau)
+
+
+def masked_weight(
+    weight: Tensor, logits: Tensor, samples: int, seed: int | Tensor | None = None, tau: float = 1.0
+) -> Tensor:
+    """``weight * sample_mask(logits, samples, seed, tau)`` in one pass.
+
+    Args:
+        weight: of the shape of ``logits``; gets a gradient only if it requires one.
+        logits, samples, seed, tau: as in :func:`sample_mask`.
+
+    Returns:
+        ``[S, *weight.shape]``.
+    """
+    return _sample(logits, weight, 0, samples, seed, noise.STREAM_MASK, tau)
+
+
+def _sample(
+    logits: Tensor,
+    weight: Tensor | None,
+    first: int,
+    samples: int,
+    seed: int | Tensor | None,
+    stream: int,
+    tau: float,
+) -> Tensor:
+    chosen = backend.resolve("sample_mask", logits)
+    samples, tau = _checks.sample_count(samples), _checks.float_tau(tau)
+    if backend.checks_first(chosen):
+        _check(logits, weight)
+    key = noise.seed_tensor(seed, logits.device)
+    if chosen == "reference":
+        return reference(logits, weight, first, samples, key, stream, tau)
+    try:
+        return torch.ops.fastmod.sample_mask.default(
+            logits, weight, first, samples, key, stream, tau, chosen == "triton"
+        )
+    except Exception:
+        _check(logits, weight)
+        raise
+
+
+def _check(logits: Tensor, weight: Tensor | None) -> None:
+    _checks.float_tensor("logits", logits, 0, "of any shape")
+    if weight is not None:
+        _checks.float_tensor("weight", weight, 0, "of the shape of logits")
+        _checks.same_kind("logits", logits, "weight", weight)
+        _checks.exact_shape("weight", weight, logits.shape, "the shape of logits")
+
+
+def words_off(logits: Tensor) -> Tensor:
+    """How many of the 2**23 values of the noise switch each weight off, int64: see ``csrc/mask_constants.h``.
+
+    One formula in fp32, in this order, on every backend: no two backends disagree on a mask.
+    """
+    logit = logits.detach().float()
+    d = logit.abs().clamp(max=32.0)
+    n = torch.floor(d * 1.44269504088896341 + 0.5)
+    x = (n * 0.693359375 - d) + n * _LN2_LOW
+    p = torch.full_like(x, 1.9875691500e-4)
+    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * x + coefficient
+    power = (127 - n.int() << 23).view(torch.float32)  # 2**-n
+    a = (p * (x * x) + x + 1.0) * power
+    off = torch.floor(a / (a + 1.0) * WORDS + 0.5)
+    off = torch.where(logit < 0, WORDS - off, off)
+    return torch.where(logit.isnan(), WORDS, off).long()
+
+
+def reference(
+    logits: Tensor, weight: Tensor | None, first: int, samples: int, seed: Tensor, stream: int, tau: float
+) -> Tensor:
+    """Plain PyTorch; reduced precision is computed in fp32."""
+    wide = _checks.compute_dtype(logits)
+    shape = torch.Size((samples, *logits.shape))
+    words = noise.words(seed, shape, stream=stream, device=logits.device, start=first * logits.numel()) >> 9
+    hard = (words >= words_off(logits)).to(wide)
+    u = (words.to(wide) + 0.5) * 2.0**-23
+    soft = torch.sigmoid((logits.to(wide) + (u.log() - (1 - u).log())) / tau)
+    mask = hard + (soft - soft.detach())  # a NaN stays a NaN
+    return (mask if weight is None else mask * weight.to(wide)).to(logits.dtype)
+
+
+def fake_forward(
+    logits: Tensor, weight: Tensor | None, first: int, samples: int, seed: Tensor, stream: int, tau: float = 1.0
+) -> Tensor:
+    return logits.new_empty((samples, *logits.shape))
+
+
+def fake_backward(
+    grad: Tensor,
+    logits: Tensor,
+    weight: Tensor | None,
+    first: int,
+    samples: int,
+    seed: Tensor,
+    stream: int,
+    tau: float,
+    base: Tensor | None,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
