@@ -97,8 +97,8 @@ def _padding(padding: int | Sequence[int] | str, weight: Tensor, stride: list[in
     total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     if padding != "same" or stride != [1, 1] or any(t % 2 for t in total):
         raise ValueError(
-            f"padding: expected an int, two of them, 'valid', or 'same' with stride 1 and an even total, got {padding!r} "
-            f"with kernel {list(weight.shape[2:])}, stride {stride} and dilation {dilation}"
+            f"padding: expected an int, two of them, 'valid', or 'same' with stride 1 and an even total, got "
+            f"{padding!r} with kernel {list(weight.shape[2:])}, stride {stride} and dilation {dilation}"
         )
     return [t // 2 for t in total]
 
