@@ -40,6 +40,12 @@ class MaskedLayer(nn.Module):
             return value.expand(state.samples, *value.shape)
         return ops.masked_weight(value, logits, state.samples, state.seed(full), state.tau)
 
+    def all_masked(self) -> dict[str, Tensor]:
+        return {name: _required(self.masked(name)) for name in self.mask_names}
+
+    def all_sampled(self) -> dict[str, Tensor]:
+        return {name: _required(self.sampled(name)) for name in self.mask_names}
+
     def is_sampled(self) -> bool:
         """Whether this layer's weight is sampled in this forward."""
         return self.mask_state.sampling and self.mask_names["weight"] in self.mask_state.names
@@ -65,7 +71,8 @@ def _required(value: Tensor | None) -> Tensor:
 
 
 class MaskedLinear(MaskedLayer, nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if not self.is_sampled():
             return F.linear(x, _required(self.masked("weight")), self.masked("bias"))
         axis = self.mask_state.batch_axis(x)
@@ -73,8 +80,8 @@ class MaskedLinear(MaskedLayer, nn.Linear):
 
 
 class MaskedConv2d(MaskedLayer, nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        x, padding = padded(self, x)
+    def forward(self, input: Tensor) -> Tensor:
+        x, padding = padded(self, input)
         if not self.is_sampled():
             weight, bias = _required(self.masked("weight")), self.masked("bias")
             return F.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
@@ -87,8 +94,8 @@ class MaskedConv2d(MaskedLayer, nn.Conv2d):
 class MaskedConv1d(MaskedLayer, nn.Conv1d):
     """A 2-d convolution over images of height one."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, padding = padded(self, x)
+    def forward(self, input: Tensor) -> Tensor:
+        x, padding = padded(self, input)
         if not self.is_sampled():
             weight, bias = _required(self.masked("weight")), self.masked("bias")
             return F.conv1d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
@@ -116,7 +123,8 @@ def padded(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, 
 
 
 class MaskedLayerNorm(MaskedLayer, nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if not self.mask_state.sampling:
             return F.layer_norm(x, self.normalized_shape, self.masked("weight"), self.masked("bias"), self.eps)
         axis = self.mask_state.batch_axis(x, last=len(self.normalized_shape))
@@ -135,7 +143,8 @@ class _MaskedBatchNorm(MaskedLayer):
     eps: float
     track_running_stats: bool
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         state = self.mask_state
         live = state.train_weights and self.training
         if live and self.track_running_stats:  # the net itself is in training: torch's own form keeps the statistics
@@ -159,7 +168,7 @@ class _MaskedBatchNorm(MaskedLayer):
             name: torch.ones_like(p) if name == "weight" else torch.zeros_like(p)
             for name, p in original.named_parameters()
         }
-        return torch.func.functional_call(original, bare, (x,))  # type: ignore[no-any-return]
+        return torch.func.functional_call(original, bare, (x,))
 
 
 class MaskedBatchNorm1d(_MaskedBatchNorm, nn.BatchNorm1d):
@@ -192,19 +201,11 @@ class _MaskedRecurrent(MaskedLayer):
     """LSTM and GRU: the parts of the batch one after the other, each with its own sample of every weight."""
 
     batch_first: bool
-    num_layers: int
-    hidden_size: int
-    bidirectional: bool
-    dropout: float
-    bias: bool
-    proj_size: int
-    _flat_weights_names: list[str]
 
-    def forward(self, x: Any, hx: Any = None) -> Any:
-        state = self.mask_state
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        x, state = input, self.mask_state
         if not state.sampling:
-            weights = {name: self.masked(name) for name in self._flat_weights_names}
-            return torch.func.functional_call(self.mask_original[0], weights, (x, hx))
+            return torch.func.functional_call(self.mask_original[0], self.all_masked(), (x, hx))
         if isinstance(x, PackedSequence):
             return self._packed(x, hx)
         if x.dim() != 3:
@@ -215,7 +216,7 @@ class _MaskedRecurrent(MaskedLayer):
 
     def _parts(self, parts: Any, hx: Any) -> list[tuple[Any, Any]]:
         state = self.mask_state
-        weights = {name: _required(self.sampled(name)) for name in self._flat_weights_names}
+        weights = self.all_sampled()
         hidden = _split(hx, state.samples)
         return [
             torch.func.functional_call(
@@ -261,7 +262,7 @@ class MaskedGRU(_MaskedRecurrent, nn.GRU):
 class MaskedMultiheadAttention(MaskedLayer, nn.MultiheadAttention):
     """Attention of the parts one after the other."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -279,15 +280,12 @@ class MaskedMultiheadAttention(MaskedLayer, nn.MultiheadAttention):
             "is_causal": is_causal,
         }
         if not state.sampling:
-            weights = {name: self.masked(name) for name in self.mask_names}
             both = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-            return torch.func.functional_call(  # type: ignore[no-any-return]
-                original, weights, (query, key, value), {**both, **options}
-            )
+            return torch.func.functional_call(original, self.all_masked(), (query, key, value), {**both, **options})
         if query.dim() != 3:
             raise ValueError(f"query: expected a batch of sequences (3 dimensions), got shape {list(query.shape)}")
         samples, axis = state.samples, 0 if self.batch_first else 1
-        drawn = {name: _required(self.sampled(name)) for name in self.mask_names}
+        drawn = self.all_sampled()
         inputs = list(zip(*[t.chunk(samples, axis) for t in (query, key, value)], strict=True))
         padding = _each(key_padding_mask, samples, split=True)
         per_head = attn_mask is not None and attn_mask.dim() == 3  # [B * heads, L, S]
@@ -359,9 +357,8 @@ class MaskedAny(MaskedLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, original = self.mask_state, self.mask_original[0]
         if not (state.sampling and any(name in state.names for name in self.mask_names.values())):
-            weights = {name: self.masked(name) for name in self.mask_names}
-            return torch.func.functional_call(original, weights, args, kwargs)
-        drawn = {name: self.sampled(name) for name in self.mask_names}
+            return torch.func.functional_call(original, self.all_masked(), args, kwargs)
+        drawn = self.all_sampled()
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
         axes: list[int | None] = []
         for i, leaf in enumerate(leaves):

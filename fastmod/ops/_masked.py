@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def check_layer(
 
 
 @contextlib.contextmanager
-def reference_autocast(*tensors: Tensor | None) -> Iterator[list[Tensor | None]]:
+def reference_autocast(*tensors: Tensor | None) -> Iterator[Any]:
     """:func:`fastmod.backend.reference_autocast` where some tensors may be absent."""
     with backend.reference_autocast(*[t for t in tensors if t is not None]) as present:
         rest = iter(present)

@@ -49,7 +49,8 @@ def masked_conv2d(
     key = noise.seed_tensor(seed, x.device)
     if chosen == "reference":
         with _masked.reference_autocast(x, weight, logits, bias, bias_logits) as inputs:
-            return reference(*inputs, key, samples, steps, margin, spread, groups, tau)  # type: ignore[arg-type]
+            x, weight, logits, bias, bias_logits = inputs
+            return reference(x, weight, logits, bias, bias_logits, key, samples, steps, margin, spread, groups, tau)
     try:
         return torch.ops.fastmod.masked_conv2d.default(
             x, weight, logits, bias, bias_logits, key, samples, steps, margin, spread, groups, tau, chosen == "triton"

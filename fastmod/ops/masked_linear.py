@@ -46,7 +46,8 @@ def masked_linear(
     key = noise.seed_tensor(seed, x.device)
     if chosen == "reference":
         with _masked.reference_autocast(x, weight, logits, bias, bias_logits) as inputs:
-            return reference(*inputs, key, samples, tau)  # type: ignore[arg-type]
+            x, weight, logits, bias, bias_logits = inputs
+            return reference(x, weight, logits, bias, bias_logits, key, samples, tau)
     try:
         return torch.ops.fastmod.masked_linear.default(
             x, weight, logits, bias, bias_logits, key, samples, tau, chosen == "triton"
