@@ -45,6 +45,8 @@ class Adam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._one_call():
+            return loss
         fast = self._ready() if _extension.LOADED else None
         if fast is not None:
             self._fast_step(fast)
@@ -54,6 +56,26 @@ class Adam(torch.optim.Adam):
                 nn.utils.clip_grad_norm_(every, self.max_norm, foreach=True)
             super().step()
         return loss
+
+    def _one_call(self) -> bool:
+        """The common case: the one group of the last step, all of it with gradients again."""
+        known = self.__dict__.get("_known")
+        if known is None or len(known) != 1 or not known[0].looks_the_same():
+            return False
+        fast = known[0]
+        (beta1, beta2), lr, eps = fast.group["betas"], fast.group["lr"], fast.group["eps"]
+        return torch.ops.fastmod.clipped_adam_.default(
+            fast.params, fast.means, fast.squares, fast.steps, self.max_norm or 0.0, lr, beta1, beta2, eps
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, without the profiler's record around it, which costs more than a small model's gradients."""
+        if not set_to_none:
+            return super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return None
 
     def _ready(self) -> list[_Fast] | None:
         """The lists that the extension takes; made once, and anew when parameters, their state or who has a gradient
@@ -117,6 +139,15 @@ class _Fast:
     def __post_init__(self) -> None:
         self.without = [p for p in self.group["params"] if p.grad is None]
         self.places = [p.data_ptr() for p in self.params]  # model.to(...) moves the parameters, not these lists
+
+    def looks_the_same(self) -> bool:
+        """A quick look; the extension finds gradients that are missing by itself."""
+        return (
+            not self.without
+            and len(self.group["params"]) == len(self.params)
+            and [p.data_ptr() for p in self.params] == self.places
+            and _options_are_plain(self.group)
+        )
 
     def fits(self) -> bool:
         """Whether nothing has changed that the lists were made for."""

@@ -92,11 +92,32 @@ void adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
   for (const Tensor& param : params) param.unsafeGetTensorImpl()->bump_version();  // autograd sees the change
 }
 
+// Reads the gradients off the parameters, clips them to max_norm (none if <= 0) and steps. False, with nothing done, if
+// a gradient is missing or is none that the kernels can read: the caller then takes the long way.
+bool clipped_adam_(TensorList params, TensorList means, TensorList squares, TensorList steps, double max_norm,
+                   double lr, double beta1, double beta2, double epsilon) {
+  std::vector<Tensor> grads;
+  grads.reserve(params.size());
+  for (const Tensor& param : params) {
+    const Tensor& grad = param.grad();
+    if (!grad.defined() || grad.layout() != at::kStrided || !grad.is_contiguous()) return false;
+    grads.push_back(grad);
+  }
+  double scale = 1;
+  if (max_norm > 0) {
+    const double norm = std::sqrt(square_sum(grads));
+    scale = std::isnan(norm) ? norm : std::min(max_norm / (norm + 1e-6), 1.0);  // NaN spreads, as in torch
+  }
+  adam_(params, grads, means, squares, steps, scale, lr, beta1, beta2, epsilon);
+  return true;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fastmod, CPU, m) {
   m.impl("square_sum", square_sum);
   m.impl("adam_", adam_);
+  m.impl("clipped_adam_", clipped_adam_);
 }
 
 }  // namespace fastmod::cpu
