@@ -43,6 +43,40 @@ def _op_steps(
     return {**steps, "fastmod": step(ours)}
 
 
+def _random_steps(
+    ours: Callable[..., Tensor],
+    theirs: Callable[..., Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    samples: int,
+    *,
+    compiled: bool,
+) -> dict[str, race.RandomStep]:
+    """Steps of a mask op of the named tensors. The plain version draws its noise itself, as people write it; to be
+    compared both take the noise of one seed. The weight is frozen: masks are searched for in a trained net."""
+    torch.manual_seed(0)
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    with torch.no_grad():
+        grad = torch.randn_like(ours(**values, samples=samples, seed=0))
+
+    def step(function: Callable[..., Tensor], fixed: Callable[[], dict[str, Any]]) -> race.RandomStep:
+        leaves = {name: value.clone().requires_grad_(name != "weight") for name, value in values.items()}
+        trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+
+        def run(**noise: Any) -> list[Tensor]:
+            return [function(**leaves, samples=samples, **noise)]
+
+        return race.RandomStep(
+            backward_step(run, trained, [grad]), backward_step(lambda: run(**fixed()), trained, [grad])
+        )
+
+    # Drawn when it is needed and not kept: as large as all masks.
+    drawn = lambda: {"drawn": plain.drawn_by_fastmod(values["logits"], samples, 0)}  # noqa: E731
+    steps = {"eager": step(theirs, drawn)}
+    if compiled:
+        steps["compile"] = step(torch.compile(theirs), drawn)
+    return {**steps, "fastmod": step(ours, lambda: {"seed": 0})}
+
+
 def multiplex(b: int, m: int, n: int, d: int, target: float | None = None) -> Case:
     shapes = [(b, m, d), (b, m, n)]
     steps = partial(_op_steps, fastmod.ops.multiplex, plain.multiplex, shapes)
@@ -96,6 +130,26 @@ def mfnnr(b: int, m: int, n: int, d: int, **options: Any) -> Case:
     return Case("mfnnr", f"B{b} M{m} N{n} D{d}{extra}", None, steps)
 
 
+def sample_mask(weights: int, samples: int, target: float | None = None) -> Case:
+    steps = partial(_random_steps, fastmod.ops.sample_mask, plain.sample_mask, {"logits": (weights,)}, samples)
+    return Case("sample_mask", f"{weights} S{samples}", target, steps)
+
+
+def masked_linear(b: int, inputs: int, outputs: int, samples: int, target: float | None = None) -> Case:
+    shapes = {"x": (b, inputs), "weight": (outputs, inputs), "logits": (outputs, inputs)}
+    steps = partial(_random_steps, fastmod.ops.masked_linear, plain.masked_linear, shapes, samples)
+    return Case("masked_linear", f"{b}x{inputs}x{outputs} S{samples}", target, steps)
+
+
+def masked_conv2d(b: int, inputs: int, size: int, outputs: int, samples: int) -> Case:
+    """3 x 3, the size kept."""
+    weight = (outputs, inputs, 3, 3)
+    shapes = {"x": (b, inputs, size, size), "weight": weight, "logits": weight}
+    ours = partial(fastmod.ops.masked_conv2d, padding=1)
+    steps = partial(_random_steps, ours, plain.masked_conv2d, shapes, samples)
+    return Case("masked_conv2d", f"{b}x{inputs}x{size}x{size} to {outputs} S{samples}", None, steps)
+
+
 MULTIPLEX = (
     multiplex(128, 6, 8, 10, 2.2),
     multiplex(1024, 8, 8, 10, 2.5),
@@ -106,6 +160,18 @@ GATED_RESIDUAL = (gated_residual(128, 8, 10), gated_residual(1024, 8, 10), gated
 RANGE_PENALTY = (range_penalty((128, 6, 8), (128, 8)), range_penalty((1024, 8, 8), (1024, 8)))
 MFNNR = (mfnnr(128, 8, 8, 10), mfnnr(1024, 8, 8, 10), mfnnr(128, 5, 4, 196, hidden=400, layers=4))
 SMFR = tuple(Case("smfr", case.label, case.target, partial(race.smfr_steps, case)) for case in race.SMFR_CASES)
-ALL = (*MULTIPLEX, *GATED_RESIDUAL, *RANGE_PENALTY, *MFNNR, *SMFR)
+SAMPLE_MASK = (sample_mask(4_000_000, 4, 8.0),)
+MASKED_LINEAR = (masked_linear(128, 2000, 2000, 4, 8.0), masked_linear(128, 400, 400, 4, 4.0))
+MASKED_CONV2D = (masked_conv2d(128, 32, 32, 64, 4),)
+MASKS = (*SAMPLE_MASK, *MASKED_LINEAR, *MASKED_CONV2D)
+ALL = (*MULTIPLEX, *GATED_RESIDUAL, *RANGE_PENALTY, *MFNNR, *SMFR, *MASKS)
 #: Small enough to run with the tests.
-SMOKE = (multiplex(3, 2, 3, 5), gated_residual(3, 2, 5), range_penalty((3, 2)), mfnnr(3, 2, 3, 5))
+SMOKE = (
+    multiplex(3, 2, 3, 5),
+    gated_residual(3, 2, 5),
+    range_penalty((3, 2)),
+    mfnnr(3, 2, 3, 5),
+    sample_mask(1001, 3),
+    masked_linear(6, 5, 7, 3),
+    masked_conv2d(6, 2, 5, 3, 3),
+)

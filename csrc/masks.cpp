@@ -114,31 +114,52 @@ struct MaskedInputs {
     const int64_t rows = batch.size(0) / samples;
     return batch.narrow(0, sample * rows, rows);
   }
-  Tensor masked_weight(const Tensor& values, int64_t sample) const {
-    return sample_mask_forward_kernel()(triton, logits, values, sample, 1, seed, kStreamMask)[0];
+  Tensor masked_weight(int64_t sample) const {
+    return sample_mask_forward_kernel()(triton, logits, weight, sample, 1, seed, kStreamMask)[0];
   }
 };
+
+// The dtype that sums over samples are taken in: fp32 for bf16 and fp16.
+Tensor widened(const Tensor& tensor) { return tensor.scalar_type() == at::kDouble ? tensor : tensor.to(at::kFloat); }
 
 // Sums up the gradients of weight and logits while the samples pass.
 struct WeightGradients {
   const MaskedInputs& in;
   double tau;
   Needs needs;
+  const Tensor wide_weight = widened(in.weight), wide_logits = widened(in.logits);
   Tensor weight, logits;
 
   void add(const Tensor& grad_masked, int64_t sample) {
+    const Tensor grad = widened(grad_masked);
     if (needs[kLogits])
-      logits = sample_mask_backward_kernel()(in.triton, grad_masked.unsqueeze(0), in.logits, in.weight, sample, 1,
+      logits = sample_mask_backward_kernel()(in.triton, grad.unsqueeze(0), wide_logits, wide_weight, sample, 1,
                                              in.seed, kStreamMask, tau, defined_or_none(logits));
     if (needs[kWeight]) {
-      const Tensor part = in.masked_weight(grad_masked, sample);
+      const Tensor part = sample_mask_forward_kernel()(in.triton, wide_logits, grad, sample, 1, in.seed, kStreamMask)[0];
       weight = weight.defined() ? weight + part : part;
     }
+  }
+  void place(std::vector<Tensor>& result) const {
+    if (needs[kLogits]) result[kLogits] = logits.to(in.logits.scalar_type());
+    if (needs[kWeight]) result[kWeight] = weight.to(in.weight.scalar_type());
   }
 };
 
 std::vector<Tensor> blank_gradients(const Tensor& like) {
   return std::vector<Tensor>(kMaskedInputs, at::empty({0}, like.options()));
+}
+
+// Of an empty batch.
+std::vector<Tensor> zero_gradients(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                   const Needs& needs) {
+  std::vector<Tensor> result = blank_gradients(x);
+  if (needs[kX]) result[kX] = at::zeros_like(x);
+  for (auto input : {kWeight, kLogits})
+    if (needs[input]) result[input] = at::zeros_like(weight);
+  for (auto input : {kBias, kBiasLogits})
+    if (needs[input] && bias) result[input] = at::zeros_like(*bias);
+  return result;
 }
 
 // The edges of an autograd node count the tensors that are there.
@@ -167,7 +188,7 @@ Tensor masked_linear_forward_by_samples(const Tensor& x, const Tensor& weight, c
   const Tensor biases = bias_samples(triton, bias, bias_logits, seed, samples);
   std::vector<Tensor> parts;
   for (int64_t s = 0; s < samples; ++s)
-    parts.push_back(at::linear(in.part(x, s), in.masked_weight(weight, s), element(biases, s)));
+    parts.push_back(at::linear(in.part(x, s), in.masked_weight(s), element(biases, s)));
   return at::cat(parts);
 }
 
@@ -177,19 +198,19 @@ std::vector<Tensor> masked_linear_backward_by_samples(const Tensor& grad, const 
                                                       const OptionalTensor& bias_logits, const Tensor& seed,
                                                       int64_t samples, double tau, Needs needs) {
   check_masked_linear(x, weight, logits, bias, bias_logits, samples);
+  if (x.size(0) == 0) return zero_gradients(x, weight, bias, needs);
   const MaskedInputs in{weight, logits, seed, samples, triton};
-  WeightGradients sums{in, tau, needs, {}, {}};
+  WeightGradients sums{in, tau, needs};
   std::vector<Tensor> result = blank_gradients(x), grad_x, grad_bias;
   for (int64_t s = 0; s < samples; ++s) {
     const Tensor g = in.part(grad, s).reshape({-1, weight.size(0)});
-    if (needs[kX]) grad_x.push_back(at::mm(g, in.masked_weight(weight, s)));
+    if (needs[kX]) grad_x.push_back(at::mm(g, in.masked_weight(s)));
     if (needs[kLogits] || needs[kWeight])
       sums.add(at::mm(g.t(), in.part(x, s).reshape({-1, weight.size(1)})), s);
     if (wants_bias(bias, needs)) grad_bias.push_back(g.sum(0));
   }
   if (needs[kX]) result[kX] = at::cat(grad_x).view(x.sizes());
-  if (needs[kLogits]) result[kLogits] = sums.logits;
-  if (needs[kWeight]) result[kWeight] = sums.weight;
+  sums.place(result);
   if (wants_bias(bias, needs)) bias_gradients(triton, at::stack(grad_bias), *bias, bias_logits, seed, tau, needs, result);
   return result;
 }
@@ -254,11 +275,12 @@ Tensor masked_conv2d_forward_by_samples(const Tensor& x, const Tensor& weight, c
                                         const Tensor& seed, int64_t samples, at::IntArrayRef stride,
                                         at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
   check_masked_conv2d(x, weight, logits, bias, bias_logits, samples, groups);
+  if (x.size(0) == 0) return at::conv2d(x, weight, bias, stride, padding, dilation, groups);
   const MaskedInputs in{weight, logits, seed, samples, triton};
   const Tensor biases = bias_samples(triton, bias, bias_logits, seed, samples);
   std::vector<Tensor> parts;
   for (int64_t s = 0; s < samples; ++s)
-    parts.push_back(at::conv2d(in.part(x, s), in.masked_weight(weight, s), element(biases, s), stride, padding,
+    parts.push_back(at::conv2d(in.part(x, s), in.masked_weight(s), element(biases, s), stride, padding,
                                dilation, groups));
   return at::cat(parts);
 }
@@ -271,23 +293,23 @@ std::vector<Tensor> masked_conv2d_backward_by_samples(const Tensor& grad, const 
                                                       at::IntArrayRef padding, at::IntArrayRef dilation,
                                                       int64_t groups, double tau, Needs needs) {
   check_masked_conv2d(x, weight, logits, bias, bias_logits, samples, groups);
+  if (x.size(0) == 0) return zero_gradients(x, weight, bias, needs);
   const MaskedInputs in{weight, logits, seed, samples, triton};
   const bool with_bias = wants_bias(bias, needs);
   const std::array<bool, 3> wanted{needs[kX], needs[kLogits] || needs[kWeight], false};
-  WeightGradients sums{in, tau, needs, {}, {}};
+  WeightGradients sums{in, tau, needs};
   std::vector<Tensor> result = blank_gradients(x), grad_x, grad_bias;
   for (int64_t s = 0; s < samples; ++s) {
     const Tensor g = in.part(grad, s);
     const int64_t none[] = {0, 0};
-    auto [gx, gw, unused] = at::convolution_backward(g, in.part(x, s), in.masked_weight(weight, s), std::nullopt,
+    auto [gx, gw, unused] = at::convolution_backward(g, in.part(x, s), in.masked_weight(s), std::nullopt,
                                                      stride, padding, dilation, false, none, groups, wanted);
     if (needs[kX]) grad_x.push_back(gx);
     if (wanted[1]) sums.add(gw, s);
     if (with_bias) grad_bias.push_back(g.sum(at::IntArrayRef{0, 2, 3}));
   }
   if (needs[kX]) result[kX] = at::cat(grad_x);
-  if (needs[kLogits]) result[kLogits] = sums.logits;
-  if (needs[kWeight]) result[kWeight] = sums.weight;
+  sums.place(result);
   if (with_bias) bias_gradients(triton, at::stack(grad_bias), *bias, bias_logits, seed, tau, needs, result);
   return result;
 }
@@ -422,7 +444,7 @@ void bias_gradients(bool triton, const Tensor& grad, const Tensor& bias, const O
     };
     result[kBias] = (bias_logits ? grad * kept() : grad).sum(0);
   }
-  if (needs[kBiasLogits])
+  if (needs[kBiasLogits] && bias_logits)
     result[kBiasLogits] = sample_mask_backward_kernel()(triton, grad, *bias_logits, bias, 0, samples, seed,
                                                         kStreamMaskBias, tau, OptionalTensor());
 }

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmod import noise
+from fastmod.ops.sample_mask import WORDS, words_off
+
 
 def multiplex(blocks: Tensor, logits: Tensor) -> Tensor:
     return logits.softmax(-2).transpose(-1, -2) @ blocks
@@ -23,6 +26,40 @@ def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
 def range_penalty(*logits: Tensor, threshold: float = 20.0) -> Tensor:
     terms = [(t - t.detach().clamp(-threshold, threshold)).square().sum() for t in logits]
     return sum(terms[1:], start=terms[0])
+
+
+#: Logistic noise [S, ...] and the masks that go with it.
+Drawn = tuple[Tensor, Tensor]
+
+
+def drawn_by_fastmod(logits: Tensor, samples: int, seed: int) -> Drawn:
+    """The noise and the masks that fastmod's contract gives for ``seed``: with equal noise two ways can be compared."""
+    shape = torch.Size((samples, *logits.shape))
+    words = noise.words(torch.tensor(seed), shape, stream=noise.STREAM_MASK, device=logits.device) >> 9
+    u = (words.double() + 0.5) / WORDS
+    return (u.log() - torch.log1p(-u)).to(logits.dtype), (words >= words_off(logits)).to(logits.dtype)
+
+
+def sample_mask(logits: Tensor, samples: int, *, tau: float = 1.0, drawn: Drawn | None = None) -> Tensor:
+    """Relaxed Bernoulli masks [S, *logits.shape], straight through; with ``drawn`` noise in place of its own."""
+    if drawn is None:
+        u1, u2 = torch.rand((2, samples, *logits.shape), dtype=logits.dtype, device=logits.device)
+        soft = torch.sigmoid((logits - torch.log(torch.log(u1) / torch.log(u2))) / tau)
+        hard = (soft > 0.5).to(soft.dtype)
+    else:
+        soft = torch.sigmoid((logits + drawn[0]) / tau)
+        hard = drawn[1]
+    return (hard - soft).detach() + soft
+
+
+def masked_linear(x: Tensor, weight: Tensor, logits: Tensor, samples: int, *, drawn: Drawn | None = None) -> Tensor:
+    weights = weight * sample_mask(logits, samples, drawn=drawn)  # [S, out, in]
+    return torch.bmm(x.view(samples, -1, x.shape[-1]), weights.mT).flatten(0, 1)
+
+
+def masked_conv2d(x: Tensor, weight: Tensor, logits: Tensor, samples: int, *, drawn: Drawn | None = None) -> Tensor:
+    weights = weight * sample_mask(logits, samples, drawn=drawn)  # [S, out, in, h, w]
+    return torch.cat([F.conv2d(part, w, padding=1) for part, w in zip(x.chunk(samples), weights, strict=True)])
 
 
 def _fnn(inputs: int, outputs: int, hidden: int, layers: int) -> nn.ModuleList:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,12 @@ def _smfr(label: str, counts: Sequence[int], d: int, hidden: int, mode: str) -> 
     return Sample("smfr", label, (*shapes, *[()] * depth), call)
 
 
+def _masked_conv2d(t: Sequence[Tensor]) -> Sequence[Tensor]:
+    x, weight, logits, bias, bias_logits = t
+    geometry: dict[str, Any] = {"stride": (1, 2), "padding": 1, "groups": 2}
+    return [ops.masked_conv2d(x, weight, logits, 3, bias=bias, bias_logits=bias_logits, seed=7, **geometry)]
+
+
 SAMPLES: tuple[Sample, ...] = (
     _smfr("softmax", (3, 2, 2), 3, 4, "softmax"),
     _smfr("gumbel", (2, 3), 3, 4, "gumbel"),
@@ -102,4 +109,29 @@ SAMPLES: tuple[Sample, ...] = (
     _mfnnr("softmax", (35, 9, 15), (56, 9, 24), 5, 7, "softmax"),
     _mfnnr("two layers, no context", (6, 11, 5, 6), (4, 3, 7, 6), 3, 2, "softmax"),
     _mfnnr("gumbel", (35, 9, 15), (56, 9, 24), 5, 7, "gumbel"),
+    Sample("sample_mask", "odd", ((5, 7),), lambda t: [ops.sample_mask(t[0], 3, seed=7)]),
+    Sample(
+        "sample_mask",
+        "weights, warm, permuted",
+        ((7, 3, 5), (5, 3, 7)),
+        lambda t: [ops.masked_weight(t[0].permute(2, 1, 0), t[1], 2, seed=-7, tau=2.0)],
+    ),
+    Sample(
+        "masked_linear", "odd", ((6, 7), (5, 7), (5, 7)), lambda t: [ops.masked_linear(t[0], t[1], t[2], 3, seed=7)]
+    ),
+    Sample(
+        "masked_linear",
+        "masked bias, cold",
+        ((4, 3, 7), (5, 7), (5, 7), (5,), (5,)),
+        lambda t: [ops.masked_linear(t[0], t[1], t[2], 2, bias=t[3], bias_logits=t[4], seed=7, tau=0.5)],
+    ),
+    Sample(
+        "masked_conv2d",
+        "plain bias, cold",
+        ((4, 3, 5, 4), (2, 3, 3, 1), (2, 3, 3, 1), (2,)),
+        lambda t: [ops.masked_conv2d(t[0], t[1], t[2], 2, bias=t[3], seed=7, tau=0.5)],
+    ),
+    Sample(
+        "masked_conv2d", "groups, masked bias", ((3, 4, 5, 7), (6, 2, 3, 3), (6, 2, 3, 3), (6,), (6,)), _masked_conv2d
+    ),
 )

@@ -22,7 +22,8 @@ constexpr int64_t kMaxGroups = 16;                   // partial sums of the grad
 constexpr int64_t kMaxPartialBytes = 32ll << 20;     // and their memory
 
 int64_t block_rows(const Sizes& s) {
-  return std::clamp<int64_t>(kBlockWeights / std::max<int64_t>(s.in, 1), 1, std::min(kMaxBlockRows, s.out));
+  const int64_t most = std::clamp<int64_t>(s.out, 1, kMaxBlockRows);
+  return std::clamp<int64_t>(kBlockWeights / std::max<int64_t>(s.in, 1), 1, most);
 }
 
 // A matrix in memory that somebody else owns, for torch's products.
@@ -104,7 +105,7 @@ Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor
 // Rows of the weight fall into groups, each with a partial sum of the gradient of x: their number depends on the sizes
 // alone, so that the result does not depend on the threads.
 int64_t row_groups(const Sizes& s, int64_t element_size) {
-  const int64_t blocks = (s.out + block_rows(s) - 1) / block_rows(s);
+  const int64_t blocks = std::max<int64_t>((s.out + block_rows(s) - 1) / block_rows(s), 1);
   const int64_t bytes = std::max<int64_t>(s.samples * s.rows * s.in * element_size, 1);
   return std::clamp<int64_t>(std::min(kMaxPartialBytes / bytes, kMaxGroups), 1, blocks);
 }

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fastmod import backend, noise
-from fastmod.ops import _checks, sample_mask
+from fastmod.ops import _checks
+from fastmod.ops.sample_mask import reference as reference_sample
 
 
 def check_layer(
@@ -50,12 +51,12 @@ def reference_weights(
     tau: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Masked weights [S, ...] and biases [S, out] in plain PyTorch."""
-    weights = sample_mask.reference(logits, weight, 0, samples, seed, noise.STREAM_MASK, tau)
+    weights = reference_sample(logits, weight, 0, samples, seed, noise.STREAM_MASK, tau)
     if bias is None:
         return weights, None
     if bias_logits is None:
         return weights, bias.expand(samples, -1)
-    return weights, sample_mask.reference(bias_logits, bias, 0, samples, seed, noise.STREAM_MASK_BIAS, tau)
+    return weights, reference_sample(bias_logits, bias, 0, samples, seed, noise.STREAM_MASK_BIAS, tau)
 
 
 def fake_gradients(

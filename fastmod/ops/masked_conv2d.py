@@ -43,6 +43,8 @@ def masked_conv2d(
     chosen = backend.resolve("masked_conv2d", x)
     samples, tau = _checks.sample_count(samples), _checks.float_tau(tau)
     steps, spread = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"groups: expected an int >= 1, got {groups!r}")
     if backend.checks_first(chosen) or isinstance(padding, str):
         _check(x, weight, logits, bias, bias_logits, samples, groups)
     margin = _padding(padding, weight, steps, spread)
@@ -73,8 +75,6 @@ def _check(
     _checks.float_tensor("weight", weight, 4, "[out, in / groups, h, w]")
     if x.dim() != 4:
         raise ValueError(f"x: expected [B, in, H, W], got shape {_checks.shape(x)}")
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"groups: expected an int >= 1, got {groups!r}")
     if weight.dim() != 4 or weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
         raise ValueError(
             f"weight: expected [out, in / groups, h, w] for {x.shape[1]} channels in {groups} groups, "
@@ -84,7 +84,7 @@ def _check(
 
 
 def _pair(name: str, value: int | Sequence[int], low: int) -> list[int]:
-    pair = [value, value] if isinstance(value, int) else list(value)
+    pair = list(value) if isinstance(value, Sequence) else [value, value]
     if len(pair) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < low for v in pair):
         raise ValueError(f"{name}: expected an int >= {low} or two of them, got {value!r}")
     return pair
