@@ -14,6 +14,7 @@ from fastmod.kernels.gated_residual import gated_residual_backward, gated_residu
 from fastmod.kernels.mfnnr import mfnnr_backward, mfnnr_forward
 from fastmod.kernels.multiplex import multiplex_backward, multiplex_forward
 from fastmod.kernels.range_penalty import range_penalty_backward, range_penalty_forward
+from fastmod.kernels.sample_mask import sample_mask_backward, sample_mask_forward
 
 from fastmod import _extension
 
@@ -26,6 +27,8 @@ LAUNCHERS: dict[str, Callable[..., object]] = {
     "range_penalty_backward": range_penalty_backward,
     "mfnnr_forward": mfnnr_forward,
     "mfnnr_backward": mfnnr_backward,
+    "sample_mask_forward": sample_mask_forward,
+    "sample_mask_backward": sample_mask_backward,
 }
 
 # torch drops the registrations with the object that made them.

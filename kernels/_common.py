@@ -44,13 +44,15 @@ def guard(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def routing_args(tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> dict[str, Any]:
     """Kernel arguments of temperature and noise. What is on the device is passed by pointer: no synchronisation."""
+    return {"tau_ptr": tau, "tau_value": tau_value, **seed_args(seed), "MODE": mode}
+
+
+def seed_args(seed: Tensor | None) -> dict[str, Any]:
+    """The arguments of :func:`key`, by pointer or by value."""
     by_value = seed is not None and seed.device.type == "cpu"
     return {
-        "tau_ptr": tau,
-        "tau_value": tau_value,
         "seed_ptr": None if by_value else seed,
         "seed_value": int(seed.item()) if seed is not None and by_value else 0,
-        "MODE": mode,
     }
 
 
@@ -97,20 +99,19 @@ def key(seed_ptr, seed_value):
 
 
 @triton.jit
-def uniform(seed, index, CT: tl.constexpr):
-    """u in (0, 1) of element ``index`` (int64) after the noise contract of ``fastmod.noise``."""
-    group = index >> 2
+def philox(seed, group, stream):
+    """The four noise words (uint32) of each ``group`` (int64) after the contract of ``fastmod.noise``."""
     c0 = (group & 0xFFFFFFFF).to(tl.uint32)
     c1 = (group >> 32).to(tl.uint32)
-    c2 = tl.full(index.shape, STREAM, tl.uint32)
-    c3 = tl.zeros(index.shape, tl.uint32)
-    k0 = tl.zeros(index.shape, tl.uint32) + (seed & 0xFFFFFFFF).to(tl.uint32)
-    k1 = tl.zeros(index.shape, tl.uint32) + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c2 = tl.full(group.shape, stream, tl.uint32)
+    c3 = tl.zeros(group.shape, tl.uint32)
+    k0 = tl.zeros(group.shape, tl.uint32) + (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = tl.zeros(group.shape, tl.uint32) + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     # Tensors, not Python numbers: a literal above 2**31 would be an int64 and widen everything it meets.
-    multiplier0 = tl.full(index.shape, 0xD2511F53, tl.uint32)
-    multiplier1 = tl.full(index.shape, 0xCD9E8D57, tl.uint32)
-    step0 = tl.full(index.shape, 0x9E3779B9, tl.uint32)
-    step1 = tl.full(index.shape, 0xBB67AE85, tl.uint32)
+    multiplier0 = tl.full(group.shape, 0xD2511F53, tl.uint32)
+    multiplier1 = tl.full(group.shape, 0xCD9E8D57, tl.uint32)
+    step0 = tl.full(group.shape, 0x9E3779B9, tl.uint32)
+    step1 = tl.full(group.shape, 0xBB67AE85, tl.uint32)
     for _ in range(10):
         high0 = tl.umulhi(c0, multiplier0)
         high1 = tl.umulhi(c2, multiplier1)
@@ -122,9 +123,27 @@ def uniform(seed, index, CT: tl.constexpr):
         c3 = low0
         k0 = k0 + step0
         k1 = k1 + step1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def noise_word(seed, index, stream):
+    """The word of element ``index`` (int64)."""
+    c0, c1, c2, c3 = philox(seed, index >> 2, stream)
     word = index & 3
-    bits = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
-    return ((bits >> 9).to(CT) + 0.5) * 1.1920928955078125e-07  # 2**-23
+    return tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
+
+
+@triton.jit
+def uniform_of(word, CT: tl.constexpr):
+    """u in (0, 1) of a noise word, exact."""
+    return ((word >> 9).to(CT) + 0.5) * 1.1920928955078125e-07  # 2**-23
+
+
+@triton.jit
+def uniform(seed, index, CT: tl.constexpr, stream=STREAM):
+    """u in (0, 1) of element ``index`` (int64) after the noise contract of ``fastmod.noise``."""
+    return uniform_of(noise_word(seed, index, stream), CT)
 
 
 @triton.jit

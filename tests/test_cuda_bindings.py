@@ -13,6 +13,7 @@ from fastmod.ops.gated_residual import reference as gated_residual_reference
 from fastmod.ops.mfnnr import NO_PENALTY
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
+from fastmod.ops.sample_mask import reference as sample_mask_reference
 from tests.cuda_host import UnavailableError, build_bindings
 from tests.cuda_host.checks import (
     ARGMAX,
@@ -21,10 +22,14 @@ from tests.cuda_host.checks import (
     SEED,
     SMALL_MFNNR,
     SOFTMAX,
+    Mask,
     Mfnnr,
     assert_close,
+    assert_same_masks,
     gradients,
     linears,
+    mask_gradients,
+    mask_logits,
     plain_mfnnr,
     random,
 )
@@ -98,6 +103,64 @@ def test_bound_gate_and_penalty(bindings: Any, dtype: torch.dtype) -> None:
     assert got[0].dim() == 0
     for i, values in enumerate(zip(got, exact, usual, strict=True)):
         assert_close(f"penalty[{i}]", *values)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 6, 2), (0, 3), ()], ids=str)
+def test_bound_sample_mask(bindings: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    size = torch.Size(shape)
+    laid = permuted if len(shape) > 1 else torch.clone
+    for case in (Mask(size.numel(), dtype, first=2), Mask(size.numel(), dtype, weighted=False, base=False, tau=0.5)):
+        logits = laid(mask_logits(case).view(size))
+        weight = laid(random(*shape, dtype=dtype, seed=1)) if case.weighted else None
+        base = laid(random(*shape, dtype=dtype, seed=2)) if case.base else None
+        grad = random(1, dtype=dtype).expand(case.samples, *shape)
+        arguments = (case.first, case.samples, torch.tensor(case.seed), case.stream)
+        masks = bindings.sample_mask_forward(logits, weight, *arguments)
+        assert masks.is_contiguous()
+        assert_same_masks(masks, sample_mask_reference(logits, weight, *arguments, 1.0))
+        got = bindings.sample_mask_backward(grad, logits, weight, *arguments, case.tau, base)
+        assert got.is_contiguous()
+        assert_close("grad_logits", got, *mask_gradients(case, grad, logits, weight, base))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_bound_sample_mask_off_the_grid(bindings: Any, dtype: torch.dtype) -> None:
+    """A dense view may begin anywhere in memory: four weights at a time would be misaligned."""
+    case = Mask(24, dtype)
+    arguments = (0, case.samples, torch.tensor(SEED), case.stream)
+
+    def shifted(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    logits, weight, grad = mask_logits(case), random(24, dtype=dtype), random(3, 24, dtype=dtype)
+    want = bindings.sample_mask_forward(logits, weight, *arguments)
+    assert_same_masks(bindings.sample_mask_forward(shifted(logits), weight, *arguments), want)
+    assert_same_masks(bindings.sample_mask_forward(logits, shifted(weight), *arguments), want)
+    inputs = [grad, logits, weight, weight]
+    want = bindings.sample_mask_backward(*inputs[:3], *arguments, 1.0, inputs[3])
+    for i in range(4):
+        moved = [shifted(t) if i == j else t for j, t in enumerate(inputs)]
+        got = bindings.sample_mask_backward(*moved[:3], *arguments, 1.0, moved[3])
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_bound_sample_mask_refuses(bindings: Any) -> None:
+    logits, seed = random(4, 3), torch.tensor(SEED)
+    noise = (0, 2, seed, 1)
+    with pytest.raises(ValueError, match="weight: expected the shape of logits"):
+        bindings.sample_mask_forward(logits, logits[1:], *noise)
+    with pytest.raises(TypeError, match="seed: expected an int64 0-d tensor"):
+        bindings.sample_mask_forward(logits, None, 0, 2, torch.tensor(1.0), 1)
+    with pytest.raises(ValueError, match="samples: expected at least 1"):
+        bindings.sample_mask_forward(logits, None, 0, 0, seed, 1)
+    for grad in (random(3, 4, 3), random(2, 3, 4), random(4, 3)):
+        with pytest.raises(ValueError, match="grad: expected"):
+            bindings.sample_mask_backward(grad, logits, None, *noise, 1.0, None)
+    with pytest.raises(ValueError, match="tau: expected a number > 0"):
+        bindings.sample_mask_backward(random(2, 4, 3), logits, None, *noise, 0.0, None)
+    with pytest.raises(ValueError, match="base: expected the shape of logits"):
+        bindings.sample_mask_backward(random(2, 4, 3), logits, None, *noise, 1.0, logits[1:])
 
 
 BOUND_MFNNR = [

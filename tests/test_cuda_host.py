@@ -16,6 +16,7 @@ from fastmod.ops.mfnnr import NO_PENALTY
 from fastmod.ops.mfnnr import reference as mfnnr_reference
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
+from fastmod.ops.sample_mask import reference as sample_mask_reference
 from tests.cuda_host import Harness, LaunchError, Out, checks
 from tests.cuda_host.checks import (
     ARGMAX,
@@ -28,9 +29,12 @@ from tests.cuda_host.checks import (
     SMALL_MFNNR,
     SOFTMAX,
     Gate,
+    Mask,
     Mfnnr,
     Multiplex,
+    assert_same_masks,
     check_gate,
+    check_mask,
     check_mfnnr,
     check_multiplex,
     check_penalty,
@@ -169,6 +173,42 @@ def test_range_penalty_special_values(plain: Harness) -> None:
     assert total.item() == 0.0
 
 
+# ---- sample_mask
+
+MASKS = [
+    *[Mask(weights, dtype) for weights in (1, 4, 259, 1028) for dtype in FLOAT_DTYPES],  # one or four weights a thread
+    *[Mask(weights, dtype, tau=0.5) for weights in (259, 1028) for dtype in FLOAT_DTYPES],
+    *[Mask(weights, weighted=False, base=False, pointer=True) for weights in (63, 64)],
+    *[Mask(weights, weighted=False, tau=0.3) for weights in (63, 64)],
+    Mask(0),
+    Mask(0, weighted=False, base=False),
+    *[Mask(weights, samples=1, first=2**34 + 1) for weights in (63, 64)],  # the second word of the counter
+    *[Mask(63, first=2, stream=noise.STREAM_MASK_BIAS, seed=seed) for seed in (0, -1, -(2**63), 2**32 + 1)],
+]
+
+
+@pytest.mark.parametrize("case", MASKS, ids=Mask.id)
+def test_sample_mask(plain: Harness, case: Mask) -> None:
+    check_mask(plain, case)
+
+
+@pytest.mark.parametrize("weights", [20001, 20004])
+def test_sample_mask_thresholds(plain: Harness, weights: int) -> None:
+    """Many thresholds, each by its last bit."""
+    check_mask(plain, Mask(weights, samples=1))
+
+
+@pytest.mark.parametrize("weights", [7, 8])
+def test_sample_mask_infinite_weight(plain: Harness, weights: int) -> None:
+    """0 * inf is NaN, as in torch."""
+    logits, weight = random(weights), torch.full((weights,), INF)
+    out = plain.call(
+        "sample_mask_forward", logits, weight, Out(5, weights, dtype=F32), None, ints=[weights, 0, 5, 1, 3]
+    )
+    assert_same_masks(out[0], sample_mask_reference(logits, weight, 0, 5, torch.tensor(3), 1, 1.0))
+    assert out[0].isnan().any() and out[0].isinf().any()
+
+
 # ---- mfnnr
 
 MFNNR = [
@@ -231,6 +271,8 @@ def check_everything(harness: Harness, dtypes: Sequence[torch.dtype]) -> None:
         check_multiplex(harness, Multiplex((3, 35, 2, 5), dtype))
         check_gate(harness, Gate((5, 7, 10), dtype))
         check_penalty(harness, [1, 0, 2049], dtype, 1.0)
+        check_mask(harness, Mask(259, dtype, pointer=True))
+        check_mask(harness, Mask(1028, dtype, samples=2, tau=0.5))
     for dtype in (F32, F64):
         check_mfnnr(harness, SMALL_MFNNR._replace(dtype=dtype))
     check_mfnnr(harness, Mfnnr((3, 5, 13, 11), (128,), (), mode=ARGMAX, context=False))
@@ -242,6 +284,9 @@ def test_address_and_undefined_behaviour_sanitizer(asan: Harness) -> None:
         check_multiplex(asan, Multiplex(sizes))
         check_gate(asan, Gate(sizes[:1] + sizes[2:]))
     check_mfnnr(asan, Mfnnr((1, 1, 1, 1)))
+    for weights in (0, 1, 4):
+        check_mask(asan, Mask(weights))
+        check_mask(asan, Mask(weights, weighted=False, base=False))
 
 
 def test_thread_sanitizer(tsan: Harness) -> None:

@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
-from fastmod.kernels import gated_residual, mfnnr, multiplex, range_penalty  # noqa: E402
+from fastmod.kernels import gated_residual, mfnnr, multiplex, range_penalty, sample_mask  # noqa: E402
 from fastmod.kernels._common import OPTIONS, row_tile  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -191,3 +191,53 @@ FUSED = {
 def test_fused(name: str, target: str, tmp_path: Path) -> None:
     for kernel, values in fused_values(*FUSED[name]):
         assert_no_spills(compile_kernel(kernel, target, values), target, tmp_path)
+
+
+def mask_cases(dtype: str) -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Name -> kernel, its values and its options. One Philox call serves one weight or, in "quads", four."""
+    p, ct = f"*{dtype}", COMPUTE[WIDE[dtype]]
+    cases: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
+    for weights in (1000, 1001):
+        quads = weights == 1000
+        shared = {"logits_ptr": p, "seed_ptr": "*i64" if quads else None, **sample_mask.tile(weights, ct)}
+        name = "-quads" if quads else ""
+        cases[f"forward{name}"] = (
+            sample_mask.forward_kernel,
+            {**shared, "weight_ptr": p if quads else None, "out_ptr": p},
+            sample_mask.EXACT_OPTIONS,
+        )
+        for at_one in (True, False):
+            optional = p if quads == at_one else None
+            cases[f"backward{name}-{'one' if at_one else 'any'}"] = (
+                sample_mask.backward_kernel,
+                {**shared, "grad_ptr": p, "weight_ptr": optional, "base_ptr": optional, "dlogits_ptr": p,
+                 "AT_ONE": at_one},
+                OPTIONS,
+            )  # fmt: skip
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target"),
+    [(dtype, target) for dtype in WIDE for target in TARGETS if dtype != "fp64" or target in ("sm_90", "gfx942")],
+)
+def test_masks(dtype: str, target: str, tmp_path: Path) -> None:
+    for name, (kernel, values, options) in mask_cases(dtype).items():
+        print(name, end=" ")
+        compiled = compile_kernel(kernel, target, values, **options)
+        assert_no_spills(compiled, target, tmp_path)
+        if name.startswith("forward"):
+            assert_nothing_fused(compiled, target)
+
+
+def assert_nothing_fused(compiled: Any, target: str) -> None:
+    """Masks agree with other backends only if every product is rounded; fusing by ptxas is switched off as well."""
+    assert compiled.metadata.enable_fp_fusion is False
+    if target.startswith("gfx"):
+        assembly = compiled.asm["amdgcn"]
+        fused = len(re.findall(r"\bv_(?:pk_)?fma\w*_f32", assembly))
+        divisions = len(re.findall(r"\bv_div_fixup_f32", assembly))
+        assert divisions > 0
+        assert fused <= 5 * divisions, f"{fused} FMAs, of which {divisions} divisions have 5 each"
+    else:
+        assert "fma.rn.f32" not in compiled.asm["ptx"]

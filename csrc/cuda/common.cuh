@@ -52,15 +52,17 @@ __device__ inline int64_t quotient(int64_t a, int64_t b) {
   return ((a | b) >> 32) == 0 ? static_cast<int64_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b)) : a / b;
 }
 
-// u of element `index`; contract in fastmod/noise.py.
+// The word of element `index`; contract in fastmod/noise.py.
+__device__ inline uint32_t noise_word(int64_t seed, uint64_t index, uint32_t stream) {
+  const PhiloxWords words = philox_group(seed, index / 4, stream);
+  // Selected by comparisons: an indexed local array would live in memory.
+  const uint32_t low = index & 1 ? words.word[1] : words.word[0], high = index & 1 ? words.word[3] : words.word[2];
+  return index & 2 ? high : low;
+}
+
 template <typename C>
 __device__ inline C uniform_at(int64_t seed, int64_t index, uint32_t stream) {
-  const PhiloxWords words = philox_group(seed, static_cast<uint64_t>(index) / 4, stream);
-  const int which = static_cast<int>(index & 3);
-  // Selected by comparisons: an indexed local array would live in memory.
-  const uint32_t low = which & 1 ? words.word[1] : words.word[0];
-  const uint32_t high = which & 1 ? words.word[3] : words.word[2];
-  return uniform_from_word<C>(which & 2 ? high : low);
+  return uniform_from_word<C>(noise_word(seed, static_cast<uint64_t>(index), stream));
 }
 
 template <typename C>

@@ -99,6 +99,27 @@ template <typename T>
 cudaError_t range_penalty_backward(const Compute<T>* grad, const T* logits, int64_t count, Compute<T> threshold,
                                    T* grad_logits, cudaStream_t stream);
 
+// ---- sample_mask.cu: float, double, __half, __nv_bfloat16
+
+// Samples first .. first + samples - 1 of the noise of a stream; the seed as in Routing.
+struct MaskNoise {
+  int64_t first, samples;
+  uint32_t stream;
+  const int64_t* seed;
+  int64_t seed_value;
+};
+
+// logits and weight [count] (weight null: ones) -> out [samples, count] = mask * weight
+template <typename T>
+cudaError_t sample_mask_forward(const T* logits, const T* weight, T* out, int64_t count, MaskNoise noise,
+                                cudaStream_t stream);
+
+// grad [samples, count] -> grad_logits [count] = base + weight * sum of grad * slope of the relaxed mask; weight and
+// base may be null
+template <typename T>
+cudaError_t sample_mask_backward(const T* grad, const T* logits, const T* weight, const T* base, T* grad_logits,
+                                 Compute<T> tau, int64_t count, MaskNoise noise, cudaStream_t stream);
+
 // ---- mfnnr.cu: float, double
 
 constexpr int kMaxLinear = 8;      // linear layers per FNN in the fused kernels

@@ -18,12 +18,12 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr"]
+KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr", "sample_mask"]
 
 _FLAGS = ["-std=c++17", "-fPIC", "-O1", "-g1", "-ffp-contract=fast", "-fno-tree-vectorize", "-DFASTMOD_CUDA_HOST"]
 _FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{ROOT / 'csrc' / 'cuda'}"]
 if platform.machine() in ("x86_64", "AMD64"):
-    _FLAGS.append("-mfma")  # as nvcc does, products are fused into sums
+    _FLAGS += ["-mfma", "-fexpensive-optimizations"]  # as nvcc does, products are fused into sums; -O1 alone does not
 #: flavour -> (flags of the kernels, flags of the scheduler, which is never instrumented)
 FLAVOURS: dict[str, tuple[list[str], list[str]]] = {
     "plain": ([], []),

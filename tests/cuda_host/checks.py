@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastmod import noise
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.gated_residual import reference as gated_residual_reference
 from fastmod.ops.mfnnr import LEAKY_SLOPE, NO_PENALTY
 from fastmod.ops.mfnnr import reference as mfnnr_reference
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
+from fastmod.ops.sample_mask import reference as sample_mask_reference
 from tests.cuda_host import Harness, InOut, Out, UnavailableError
 
 F32, F64 = torch.float32, torch.float64
@@ -241,6 +243,99 @@ def check_penalty(harness: Harness, sizes: Sequence[int], dtype: torch.dtype, sc
             floats=[threshold], dtype=dtype,
         )  # fmt: skip
         assert_close(f"grad {i}", got, exact[1 + i], usual[1 + i])
+
+
+# ---- sample_mask
+
+#: Logits that are sure of their masks and get no gradient at all.
+SURE = (1e4, -1e4, INF, -INF)
+
+
+class Mask(NamedTuple):
+    weights: int
+    dtype: torch.dtype = F32
+    samples: int = 3
+    first: int = 0
+    stream: int = noise.STREAM_MASK
+    seed: int = SEED
+    weighted: bool = True
+    base: bool = True
+    pointer: bool = False  # seed in device memory
+    tau: float = 1.0
+
+    def id(self) -> str:
+        options = "".join(f"-{name}" for name in ("weighted", "base", "pointer") if getattr(self, name))
+        sizes = f"P{self.weights}-S{self.samples}-from{self.first}-stream{self.stream}-seed{self.seed}"
+        return f"{sizes}-{str(self.dtype)[6:]}-tau{self.tau:g}{options}"
+
+
+def mask_logits(case: Mask) -> Tensor:
+    """Logits whose mask in one of the samples hangs on the last bit of the threshold; then sure ones and a NaN.
+
+    With random logits a threshold that is off by one would show in one mask of 2**23.
+    """
+    shape, count = torch.Size((case.samples, case.weights)), case.weights
+    start, cpu = case.first * count, torch.device("cpu")
+    words = noise.words(torch.tensor(case.seed), shape, stream=case.stream, device=cpu, start=start) >> 9
+    p = torch.arange(count)
+    u = (words[p % case.samples, p].double() + 0.5) * 2.0**-23
+    logits = torch.log1p(-u) - u.log()  # sigmoid(-logit) = u, half a word beside the threshold
+    unit = 2.0**-23 * 2.0 ** logits.abs().clamp(min=2.0**-6).log2().floor()
+    logits += random(count, dtype=F64) * 2 * unit
+    if case.dtype == F32:
+        logits = logits.float()
+    logits[count // 2 : count // 2 + count // 4] *= 4  # gradients of all sizes
+    special = torch.tensor([*SURE, 0.0, -0.0, NAN], dtype=F64)[:count]
+    logits[: len(special)] = special
+    return logits.to(case.dtype)
+
+
+def assert_same_masks(got: Tensor, want: Tensor, name: str = "masks") -> None:
+    """Every bit but those of a NaN."""
+    assert got.dtype == want.dtype and got.shape == want.shape, f"{name}: {got.dtype} {tuple(got.shape)}"
+    known = ~want.isnan()
+    assert torch.equal(~got.isnan(), known), f"{name}: a NaN differs"
+    assert torch.equal(got[known], want[known]), f"{name}: {(got != want)[known].sum()} of {got.numel()} differ"
+    assert torch.equal(got[known].signbit(), want[known].signbit()), f"{name}: the sign of a zero differs"
+
+
+def mask_gradients(
+    case: Mask, grad: Tensor, logits: Tensor, weight: Tensor | None, base: Tensor | None
+) -> list[Tensor]:
+    """Of the reference in fp64 and in the compute dtype, both with ``base`` added before the last rounding."""
+    found = []
+    for wide, dtype in ((F64, F64), (compute_dtype(logits), case.dtype)):
+        leaf = logits.to(wide).requires_grad_()
+        masked = sample_mask_reference(
+            leaf, None if weight is None else weight.to(wide), case.first, case.samples, torch.tensor(case.seed),
+            case.stream, case.tau,
+        )  # fmt: skip
+        (got,) = torch.autograd.grad(masked, leaf, grad.to(wide))
+        found.append((got if base is None else got + base.to(wide)).to(dtype))
+    return found
+
+
+def check_mask(harness: Harness, case: Mask) -> None:
+    count, dtype = case.weights, case.dtype
+    logits = mask_logits(case)
+    weight = random(count, dtype=dtype, seed=1) if case.weighted else None
+    base = random(count, dtype=dtype, seed=2) if case.base else None
+    grad = random(case.samples, count, dtype=dtype, seed=3)
+    seed = torch.tensor(case.seed) if case.pointer else None
+    ints = [count, case.first, case.samples, case.stream, 0 if case.pointer else case.seed]
+    (masks,) = harness.call(
+        "sample_mask_forward", logits, weight, Out(case.samples, count, dtype=dtype), seed, ints=ints, dtype=dtype
+    )
+    arguments = (case.first, case.samples, torch.tensor(case.seed), case.stream)
+    assert_same_masks(masks, sample_mask_reference(logits, weight, *arguments, case.tau), "reference")
+    assert_same_masks(masks, torch.ops.fastmod.sample_mask_forward(logits, weight, *arguments), "native on the CPU")
+    (got,) = harness.call(
+        "sample_mask_backward", grad, logits, weight, base, Out(count, dtype=dtype), seed, ints=ints,
+        floats=[case.tau], dtype=dtype,
+    )  # fmt: skip
+    assert_close("grad_logits", got, *mask_gradients(case, grad, logits, weight, base))
+    sure = logits.abs() >= 1e4
+    assert torch.equal(got[sure], torch.zeros(count, dtype=dtype)[sure] if base is None else base[sure])
 
 
 # ---- mfnnr

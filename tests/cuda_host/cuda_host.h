@@ -97,6 +97,26 @@ inline unsigned atomicAdd(unsigned* address, unsigned value) {
 }
 inline void __threadfence() {}
 
+// Rounded each by itself: through memory, since g++ fuses products into sums wherever it can see both.
+inline float __fmul_rn(float a, float b) {
+  volatile float product = a * b;
+  return product;
+}
+inline float __fadd_rn(float a, float b) {
+  volatile float sum = a + b;
+  return sum;
+}
+inline float __fsub_rn(float a, float b) {
+  volatile float difference = a - b;
+  return difference;
+}
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __int_as_float(int bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
 #define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \
   (static_cast<void>(stream), ::cuda_host::launch(grid, block, [&] { kernel(__VA_ARGS__); }))
 #define FASTMOD_SHARED(type, name, size) \

@@ -50,6 +50,12 @@ Fnn<C> fnn(const Call& call, size_t at, size_t pointers) {
   return result;
 }
 
+// ints: count, first, samples, stream, seed; buffer `pointer`: seed.
+MaskNoise mask_noise(const Call& call, size_t pointer) {
+  return {call.ints.at(1), call.ints.at(2), static_cast<uint32_t>(call.ints.at(3)), call.at<int64_t>(pointer),
+          call.ints.at(4)};
+}
+
 template <typename T>
 cudaError_t run_any(const Call& c) {
   using C = Compute<T>;
@@ -83,6 +89,13 @@ cudaError_t run_any(const Call& c) {
   if (c.name == "range_penalty_backward") {
     return range_penalty_backward<T>(c.at<C>(0), c.at<T>(1), c.ints.at(0), static_cast<C>(c.floats.at(0)), c.at<T>(2),
                                      nullptr);
+  }
+  if (c.name == "sample_mask_forward") {
+    return sample_mask_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.ints.at(0), mask_noise(c, 3), nullptr);
+  }
+  if (c.name == "sample_mask_backward") {
+    return sample_mask_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4),
+                                   static_cast<C>(c.floats.at(0)), c.ints.at(0), mask_noise(c, 5), nullptr);
   }
   std::cerr << "unknown function " << c.name << std::endl;
   std::exit(2);
