@@ -20,6 +20,8 @@ def inspect(folder: RunFolder, key: str | None = None) -> tuple[Path, list[str]]
     """Draws figures/routing-<trial>.png; its path, and a line per task on what the first layer reads."""
     plan = folder.plan()
     study = registry.get(plan.study)
+    if not study.blocks[0]:
+        raise StudyError(f"{folder.path}: {plan.study} has nothing to inspect, it routes no blocks; see report.html")
     key, trial = _smfr_of(study, plan, folder, key)
     trial.model.eval()
     assert isinstance(trial.model, SMFR)

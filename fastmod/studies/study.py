@@ -100,7 +100,8 @@ class Study(ABC):
     default_seeds: ClassVar[str] = "0-2"
     defaults: ClassVar[Config]
     quick: ClassVar[dict[str, Any]]  # settings of --quick: minutes instead of hours, nothing to conclude from
-    blocks: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]]  # names of input and output blocks, for inspection
+    #: Names of input and output blocks, for inspection; without any, the study has nothing to inspect.
+    blocks: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
 
     def prepare(self, config: Any) -> None:  # noqa: B027 - optional
         """Check what trials need (data sets) before the first one starts."""
@@ -115,6 +116,6 @@ class Study(ABC):
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         """File stem -> (figure, caption)."""
 
-    @abstractmethod
     def examples(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
         """Task -> input blocks ``[B, M, D]``, for inspection."""
+        return {}

@@ -1,0 +1,170 @@
+"""Addition and multiplication modulo 100: does a net keep different functions in different weights?
+
+Input: two numbers of two one-hot digits each, the least significant first, and the operation: 4 * 10 + 2. Output: the
+two digits of the result. A number is right when both of its digits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmod.studies import mask_figures, mask_nets, masking
+from fastmod.studies.config import StudyError
+from fastmod.studies.mask_nets import LIMIT
+from fastmod.studies.study import Outcome, Row, Study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OPERATIONS = ("add", "mul")
+_INPUTS, _OUTPUTS = 42, 20
+_HIDDEN: Mapping[str, tuple[int, ...]] = {
+    "FNN_small": (400, 400, 200),
+    "FNN": (800,) * 4,
+    "FNN_large": (2000,) * 4,  # the paper's
+}
+_SPARSE = 7  # in the course of training, accuracy is taken on every seventh pair of numbers
+_ROWS = 2500  # evaluated at once
+
+
+@dataclass(frozen=True)
+class MaskAddMulConfig(masking.MaskConfig):
+    steps: int = 8000
+    mask_steps: int = 4000  # with mask_lr the paper's 20,000 at 1e-2, shortened
+    mask_lr: float = 5e-2
+    hidden: tuple[int, ...] | None = None  # sizes of the FNN's hidden layers; none: those of the model's name
+    units: int = 256  # of the LSTM
+    time_steps: int = 3  # for which the LSTM sees the input
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("units", "time_steps"):
+            if getattr(self, name) < 1:
+                raise StudyError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.hidden is not None and not all(size >= 1 for size in self.hidden):
+            raise StudyError(f"hidden: expected sizes of 1 or more, got {self.hidden}")
+
+
+def inputs_of(numbers: Tensor, operation: Tensor) -> Tensor:
+    """``numbers [..., 2]`` and ``operation [...]`` (0 adds, 1 multiplies) as ``[..., 42]``."""
+    return torch.cat([mask_nets.one_hot_digits(numbers), F.one_hot(operation, 2).float()], -1)
+
+
+def answers_of(numbers: Tensor, operation: Tensor) -> Tensor:
+    """The digits ``[..., 2]`` of the sum or product modulo 100, the least significant first."""
+    sums, products = numbers.sum(-1), numbers.prod(-1)
+    return mask_nets.digits_of(torch.where(operation == 0, sums, products) % LIMIT)
+
+
+class MaskAddMulTrial(masking.MaskTrial):
+    config: MaskAddMulConfig
+    tasks = OPERATIONS
+
+    def net(self) -> nn.Module:
+        if self.name == "LSTM":
+            return mask_nets.LSTM(_INPUTS, self.config.units, _OUTPUTS)
+        hidden = _HIDDEN[self.name] if self.config.hidden is None else self.config.hidden
+        return mask_nets.FNN((_INPUTS, *hidden, _OUTPUTS))
+
+    def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
+        shape = (self.config.chunk, self.config.batch)
+        numbers = torch.randint(LIMIT, (*shape, 2), generator=generator, device=self.device)
+        if task is None:
+            operation = torch.randint(2, shape, generator=generator, device=self.device)
+        else:
+            operation = torch.full(shape, OPERATIONS.index(task), device=self.device)
+        return inputs_of(numbers, operation), answers_of(numbers, operation)
+
+    def scores_of(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """``[B, 42]`` -> ``[B, 20]``; the LSTM sees its input for some steps and answers in the last."""
+        if self.name != "LSTM":
+            return model(inputs)
+        return model(inputs.unsqueeze(1).expand(-1, self.config.time_steps, -1))[:, -1]
+
+    def loss_of(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        inputs, digits = batch
+        return mask_nets.digit_loss(self.scores_of(model, inputs), digits)
+
+    def _pairs(self) -> Tensor:
+        """All pairs of numbers ``[10000, 2]``, some of them before the end."""
+        numbers = torch.arange(LIMIT, device=self.device)
+        return torch.cartesian_prod(numbers, numbers)[:: 1 if self.finished else _SPARSE]
+
+    def _said(self, model: nn.Module, numbers: Tensor, operation: int) -> Tensor:
+        which = torch.full(numbers.shape[:-1], operation, device=self.device)
+        inputs = inputs_of(numbers, which)
+        return torch.cat([mask_nets.digits_said(self.scores_of(model, some)) for some in inputs.split(_ROWS)])
+
+    def performed(self, model: nn.Module, asked: int) -> dict[str, float]:
+        """Of which operation the answer is the right one, asked for this one: shares of the pairs on which the two
+        differ, and ``none``."""
+        numbers = self._pairs()
+        each = [answers_of(numbers, torch.full_like(numbers[:, 0], op)) for op in range(len(OPERATIONS))]
+        apart = (each[0] != each[1]).any(-1)
+        said = self._said(model, numbers[apart], asked)
+        shares = {
+            op: (said == right[apart]).all(-1).float().mean().item() for op, right in zip(OPERATIONS, each, strict=True)
+        }
+        return {**shares, "none": max(0.0, 1.0 - sum(shares.values()))}
+
+    def accuracies(self, model: nn.Module) -> dict[str, float]:
+        numbers = self._pairs()
+        found = {}
+        for number, name in enumerate(OPERATIONS):
+            right = answers_of(numbers, torch.full_like(numbers[:, 0], number))
+            found[name] = (self._said(model, numbers, number) == right).all(-1).float().mean().item()
+        return found
+
+    @torch.no_grad()
+    def result(self, last: dict[str, float]) -> dict[str, Any]:
+        """Also ``performed``: mask -> operation asked for -> operation performed -> share (Figure 12)."""
+        found = super().result(last)
+        performed = {}
+        for task, mask in self.masks().items():
+            assert self.masked is not None
+            with self.masked.using(mask):
+                performed[task] = {op: self.performed(self.masked, i) for i, op in enumerate(OPERATIONS)}
+        return {**found, "performed": performed}
+
+
+class MaskAddMul(Study):
+    name = "mask-addmul"
+    title = "Addition and multiplication under weight masks: different weights for different functions?"
+    paper = "Weight masks, section 3.1 and C.3, Figures 1, 7, 10, 11 and 12"
+    models = ("FNN_small", "FNN", "LSTM", "FNN_large")
+    default_models = ("FNN_small", "FNN")
+    default_seeds = "0"
+    defaults = MaskAddMulConfig()
+    quick: ClassVar = {"steps": 1000, "mask_steps": 500, "evaluate_every": 500, "hidden": (200, 200)}
+
+    def trial(self, config: MaskAddMulConfig, model: str, seed: int, device: torch.device) -> MaskAddMulTrial:
+        return MaskAddMulTrial(config, model, seed, device)
+
+    def table(self, outcome: Outcome) -> list[Row]:
+        rows = []
+        for model in outcome.models():
+            note = masking.size_note(outcome, model, "310,272" if model == "LSTM" else "12,124,000 (4 x 2000 units)")
+            rows += masking.accuracy_rows(outcome, model, OPERATIONS, note)
+            rows.append(
+                masking.row(outcome, model, "weights of mul / weights of add", "3.8", _ratio, f"Figure 11; {note}")
+            )
+            for task in OPERATIONS:
+                rows += masking.sharing_rows(outcome, model, task, "Figure 1: more in the outer layers", note)
+        return rows
+
+    def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
+        found: mask_figures.Figures = {}
+        for model in outcome.models():
+            found |= mask_figures.all_of(model, outcome.of(model))
+        return found
+
+
+def _ratio(result: Mapping[str, Any]) -> float | None:
+    add, mul = (result["kept"][task]["total"] for task in OPERATIONS)
+    return mul / add if add else None
