@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,11 @@ def test_use_backend_as_call_and_as_context() -> None:
 )
 def test_architectures(archs: str, capability: tuple[int, int], expected: bool) -> None:
     assert fastmod._extension.covers(archs, capability) is expected
+
+
+def test_every_package_is_installed() -> None:
+    """An editable install finds a folder that a wheel would leave out."""
+    root = Path(fastmod.__file__).resolve().parent.parent
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {".".join(path.parent.relative_to(root).parts) for path in root.glob("fastmod/**/__init__.py")}
+    assert set(settings["packages"]) == folders | {"fastmod.kernels"}

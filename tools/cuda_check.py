@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda-check"
-TOOLS = ("torch", "numpy", "ninja", "pybind11", "setuptools", "wheel")
+TOOLS = ("torch", "numpy", "ninja", "pybind11", "safetensors", "setuptools", "wheel")
 PARTS = ("csrc", "kernels", "fastmod", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 REGISTERED = """
@@ -61,7 +61,7 @@ def prepare(env: Path, python: Path) -> None:
     pins = [line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if pin_name(line) in TOOLS]
     if not python.exists():
         run([sys.executable, "-m", "venv", env])
-    probe = "import torch, numpy, ninja, pybind11, setuptools, wheel; assert torch.version.cuda"
+    probe = "import torch, numpy, ninja, pybind11, safetensors, setuptools, wheel; assert torch.version.cuda"
     if subprocess.run([python, "-c", probe], capture_output=True).returncode:
         # Only the index of PyPI holds the CUDA build for sure: other indexes and local wheels are switched off.
         overrides = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
