@@ -198,6 +198,37 @@ def test_a_layer_used_twice_meets_one_mask() -> None:
         torch.testing.assert_close(found, nn.functional.linear(hidden, weight, model.first.bias))
 
 
+@pytest.mark.parametrize("mask_bias", [False, True])
+def test_steps_of_a_decoder_meet_one_mask(mask_bias: bool) -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            said, hidden = [x], None
+            for _ in range(3):
+                step, hidden = self.rnn(said[-1].unsqueeze(1), hidden)
+                said.append(self.out(step[:, 0]))
+            return torch.stack(said[1:], 1)
+
+    masked = MaskedModel(Steps(), SAMPLES, init=0.5, mask_bias=mask_bias)
+    x = torch.randn(8, 4)
+    out, seeds = sampled(masked, x)
+    again, _ = sampled(masked, x)
+    assert torch.equal(out, again) and not masked._state.drawn
+    if not mask_bias:
+        torch.testing.assert_close(out, by_hand(masked, seeds, x, SAMPLES, 0))
+    # The second step's copies carry the masks, and for biases the stream, of the first step's fused product.
+    linear = MaskedModel(Twice(), SAMPLES, init=0.0, mask_bias=mask_bias)
+    with torch.no_grad():
+        linear.model.first.weight.copy_(torch.eye(8))  # type: ignore[union-attr]
+        linear.model.first.bias.fill_(10.0)  # type: ignore[union-attr]
+        kept = (linear(torch.zeros(4, 8)) / 10).round()
+    once = torch.tensor([0.0, 1.0, 2.0] if mask_bias else [1.0, 2.0])
+    assert torch.isin(kept, once).all()
+
+
 def test_slow_modules_are_told_once() -> None:
     class Fresh(Own):
         pass

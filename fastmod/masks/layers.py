@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from fastmod import ops
+from fastmod import noise, ops
 from fastmod.masks.state import MaskState
+from fastmod.ops.sample_mask import _sample as draw
 
 
 class MaskedLayer(nn.Module):
@@ -35,10 +36,16 @@ class MaskedLayer(nn.Module):
         if name not in self.mask_names:
             return None
         state, full = self.mask_state, self.mask_names[name]
-        value, logits = state.weight(self.get_parameter(name)), state.logit(full)
+        if full not in state.drawn:
+            state.drawn[full] = self._draw(name, state.seed(full), noise.STREAM_MASK)
+        return state.drawn[full]
+
+    def _draw(self, name: str, seed: Tensor, stream: int) -> Tensor:
+        state = self.mask_state
+        value, logits = state.weight(self.get_parameter(name)), state.logit(self.mask_names[name])
         if logits is None:
             return value.expand(state.samples, *value.shape)
-        return ops.masked_weight(value, logits, state.samples, state.seed(full), state.tau)
+        return draw(logits, value, 0, state.samples, seed, stream, state.tau)
 
     def all_masked(self) -> dict[str, Tensor]:
         return {name: _required(self.masked(name)) for name in self.mask_names}
@@ -75,8 +82,23 @@ class MaskedLinear(MaskedLayer, nn.Linear):
         x = input
         if not self.is_sampled():
             return F.linear(x, _required(self.masked("weight")), self.masked("bias"))
-        axis = self.mask_state.batch_axis(x)
-        return ops.masked_linear(x.movedim(axis, 0), **self.sampled_args()).movedim(0, axis)
+        state, axis = self.mask_state, self.mask_state.batch_axis(x)
+        rows = x.movedim(axis, 0)
+        if state.again(self.mask_names["weight"]):
+            return self._by_copies(rows).movedim(0, axis)
+        return ops.masked_linear(rows, **self.sampled_args()).movedim(0, axis)
+
+    def _by_copies(self, rows: Tensor) -> Tensor:
+        """The same with the S masked copies drawn once: for a layer that a decoder calls at every step."""
+        state, name = self.mask_state, self.mask_names["weight"]
+        parts = rows.reshape(state.samples, -1, rows.shape[-1])
+        out = parts @ _required(self.sampled("weight")).transpose(1, 2)
+        if "bias" in self.mask_names:
+            bias = self.mask_names["bias"]
+            if bias not in state.drawn:  # as masked_linear draws it
+                state.drawn[bias] = self._draw("bias", state.seed(name), noise.STREAM_MASK_BIAS)
+            out = out + state.drawn[bias].unsqueeze(1)
+        return out.reshape(*rows.shape[:-1], out.shape[-1])
 
 
 class MaskedConv2d(MaskedLayer, nn.Conv2d):

@@ -86,7 +86,10 @@ class MaskedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._state.begin(self.training, args, kwargs)
-        return self._shadow[0](*args, **kwargs)
+        try:
+            return self._shadow[0](*args, **kwargs)
+        finally:
+            self._state.end()
 
     def penalty(self) -> Tensor:
         """Sum of all logits: the regulariser, to be scaled by ``beta / batch``."""

@@ -21,6 +21,8 @@ class MaskState:
         self.fixed: Mapping[str, Tensor] | None = None  # masks in force instead of sampled or thresholded ones
         self.batch = 0
         self.seeds: tuple[Tensor, ...] = ()
+        self.drawn: dict[str, Tensor] = {}  # samples that this forward may need again
+        self.used: set[str] = set()  # layers that have run in this forward
 
     def begin(self, sampling: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called once per forward: one seed per parameter, so that a layer that runs twice meets the same masks."""
@@ -33,7 +35,19 @@ class MaskState:
                 f"batch: expected a multiple of {self.samples} mask samples in dimension {self.batch_dim} of the "
                 f"input, got {self.batch}"
             )
+        self.end()
         self.seeds = torch.randint(0, 2**63 - 1, (max(len(self.names), 1),), dtype=torch.int64).unbind()
+
+    def end(self) -> None:
+        """Lets go of what was drawn, which holds on to the graph."""
+        self.drawn, self.used = {}, set()
+
+    def again(self, name: str) -> bool:
+        """Whether this layer has run before in this forward, as in a decoder that goes step by step."""
+        if name in self.used:
+            return True
+        self.used.add(name)
+        return False
 
     def logit(self, name: str) -> Tensor | None:
         """The logits of a parameter; None if it has no mask."""

@@ -12,6 +12,12 @@ _STUDIES = {
     "addmul": "fastmod.studies.addmul:AddMul",
     "doubleadd": "fastmod.studies.doubleadd:DoubleAdd",
     "bpmnist": "fastmod.studies.bpmnist:BPMNIST",
+    "mask-addmul": "fastmod.studies.mask_addmul:MaskAddMul",
+    "mask-doubleadd": "fastmod.studies.mask_doubleadd:MaskDoubleAdd",
+    "mask-permuted-mnist": "fastmod.studies.mask_permuted_mnist:MaskPermutedMNIST",
+    "mask-cifar": "fastmod.studies.mask_cifar:MaskCifar",
+    "mask-scan": "fastmod.studies.mask_scan:MaskScan",
+    "mask-math": "fastmod.studies.mask_math:MaskMath",
 }
 
 
