@@ -12,6 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 PAD, START = 0, 1
 
@@ -68,13 +69,10 @@ class LSTMEncoderDecoder(nn.Module):
         return torch.cat(scores, 1)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """States ``[layers, B, units]`` at the last word of each sequence: from there on they stay as they are."""
-        shape = (self.encoder.num_layers, len(source), self.encoder.hidden_size)
-        hidden = cell = torch.zeros(shape, device=source.device, dtype=self.read.weight.dtype)
-        for vectors, here in zip(self.read(source).split(1, 1), (source != PAD).T, strict=True):
-            new_hidden, new_cell = self.encoder(vectors, (hidden, cell))[1]
-            goes_on = here[None, :, None]
-            hidden, cell = torch.where(goes_on, new_hidden, hidden), torch.where(goes_on, new_cell, cell)
+        """States ``[layers, B, units]`` at the last word of each sequence."""
+        lengths = (source != PAD).sum(1).cpu()
+        words = pack_padded_sequence(self.read(source), lengths, batch_first=True, enforce_sorted=False)
+        hidden, cell = self.encoder(words)[1]
         return hidden, cell
 
 
