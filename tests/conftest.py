@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ from tests.agreement import isas
 
 settings.register_profile("fastmod", deadline=None, max_examples=60, derandomize=True, print_blob=True)
 settings.load_profile("fastmod")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and so would every process that the tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
