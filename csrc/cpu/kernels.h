@@ -119,7 +119,7 @@ struct KernelTable {
   // Pieces of the two above, for products with masked weights: see sample_mask_kernel.h.
   bool (*prepare_masks)(const T* logits, int64_t count, int32_t* off, T* decay);
   void (*mask_run)(const MaskArgs<T>&, int64_t sample, int64_t begin, int64_t count, const int32_t* off,
-                   const T* decay, bool has_nan, const T* weight, T* masked, T* slope);
+                   const T* decay, bool has_nan, const T* weight, T* masked, const T* grad, T* sum);
   int64_t (*mfnnr_scratch)(const MfnnrArgs<T>&);
   void (*mfnnr_forward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
   void (*mfnnr_backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);

@@ -16,7 +16,7 @@ struct Sizes {
   int64_t samples, rows, in, out;
 };
 
-constexpr int64_t kBlockWeights = 1 << 16;  // weights in a block: their masked values stay in the second-level cache
+constexpr int64_t kBlockWeights = 1 << 15;  // weights in a block: all that is made of them stays in the second-level cache
 constexpr int64_t kMaxBlockRows = 64;
 constexpr int64_t kMaxGroups = 16;                   // partial sums of the gradient of x
 constexpr int64_t kMaxPartialBytes = 32ll << 20;     // and their memory
@@ -39,10 +39,10 @@ struct Block {
   const MaskArgs<T>& args;
   int64_t begin, count;
   int32_t* off;
-  T *decay, *masked, *slope, *outer;
+  T *decay, *masked, *outer;
   bool has_nan;
 
-  static int64_t scratch(int64_t weights, bool backward) { return (backward ? 5 : 2) * (weights + 16); }
+  static int64_t scratch(int64_t weights, bool backward) { return (backward ? 4 : 2) * (weights + 16); }
   Block(const KernelTable<T>& kernel_, const MaskArgs<T>& args_, int64_t begin_, int64_t count_, bool backward,
         T* scratch_)
       : kernel(kernel_), args(args_), begin(begin_), count(count_) {
@@ -50,17 +50,16 @@ struct Block {
     off = reinterpret_cast<int32_t*>(scratch_);
     masked = scratch_ + step;
     decay = backward ? scratch_ + 2 * step : nullptr;
-    slope = backward ? scratch_ + 3 * step : nullptr;
-    outer = backward ? scratch_ + 4 * step : nullptr;
+    outer = backward ? scratch_ + 3 * step : nullptr;
     has_nan = kernel.prepare_masks(args.logits + begin, count, off, decay);
   }
-  void draw(int64_t sample, bool with_slope) {
-    kernel.mask_run(args, sample, begin, count, off, decay, has_nan, args.weight + begin, masked,
-                    with_slope ? slope : nullptr);
+  // The masked weights; `sum`, if given, gets outer * derivative of the masks added.
+  void draw(int64_t sample, T* sum = nullptr) {
+    kernel.mask_run(args, sample, begin, count, off, decay, has_nan, args.weight + begin, masked, outer, sum);
   }
   // values of the block, masked: into `masked`
   void mask(int64_t sample, const T* values) {
-    kernel.mask_run(args, sample, begin, count, off, decay, has_nan, values, masked, nullptr);
+    kernel.mask_run(args, sample, begin, count, off, decay, has_nan, values, masked, nullptr, nullptr);
   }
 };
 
@@ -80,22 +79,28 @@ Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
     const MaskArgs<T> args = mask_args<T>(l, w, 0, samples, seed, kStreamMask, 1.0);
-    T *inputs = const_cast<T*>(xr.const_data_ptr<T>()), *outputs = out.data_ptr<T>();
+    // [S, in, rows]: torch's product is half as fast again when neither factor is transposed.
+    const Tensor turned = xr.view({samples, s.rows, s.in}).transpose(1, 2).contiguous();
+    T *inputs = turned.data_ptr<T>(), *outputs = out.data_ptr<T>();
     const T* added = biases.defined() ? biases.const_data_ptr<T>() : nullptr;
     const int64_t step = block_rows(s), blocks = (s.out + step - 1) / step;
     const double cycles = double(step) * s.in * samples * (1.5 + s.rows / 16.0);
-    for_each<T>(blocks, cycles, Block<T>::scratch(step * s.in, false), x, [&](int64_t index, T* scratch) {
+    const int64_t scratch_size = Block<T>::scratch(step * s.in, false) + step * s.rows;
+    for_each<T>(blocks, cycles, scratch_size, x, [&](int64_t index, T* scratch) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       const int64_t first = index * step, rows = std::min(step, s.out - first);
       Block<T> block(kernel, args, first * s.in, rows * s.in, false, scratch);
+      T* product = scratch + Block<T>::scratch(step * s.in, false);
+      Tensor result = view(product, rows, s.rows, s.rows);
       for (int64_t sample = 0; sample < samples; ++sample) {
-        block.draw(sample, false);
+        block.draw(sample);
+        at::cpu::mm_out(result, view(block.masked, rows, s.in, s.in),
+                        view(inputs + sample * s.in * s.rows, s.in, s.rows, s.rows));
         T* target = outputs + sample * s.rows * s.out + first;
-        Tensor result = view(target, s.rows, rows, s.out);
+        const T* bias_here = added ? added + sample * s.out + first : nullptr;
         for (int64_t r = 0; r < s.rows; ++r)
-          for (int64_t i = 0; i < rows; ++i) target[r * s.out + i] = added ? added[sample * s.out + first + i] : T(0);
-        at::cpu::addmm_(result, view(inputs + sample * s.rows * s.in, s.rows, s.in, s.in),
-                        view(block.masked, rows, s.in, s.in).t());
+          for (int64_t i = 0; i < rows; ++i)
+            target[r * s.out + i] = product[i * s.rows + r] + (bias_here ? bias_here[i] : T(0));
       }
     });
   });
@@ -124,29 +129,29 @@ void weight_gradients(const Sizes& s, const MaskArgs<T>& args, const T* grad, co
     for (int64_t index = group * blocks / groups; index < (group + 1) * blocks / groups; ++index) {
       const int64_t first = index * step, rows = std::min(step, s.out - first), begin = first * s.in;
       Block<T> block(kernel, args, begin, rows * s.in, true, scratch);
+      T* sum = needs[kLogits] ? grad_logits + begin : nullptr;
+      if (sum) std::fill(sum, sum + block.count, T(0));
       for (int64_t sample = 0; sample < s.samples; ++sample) {
         const Tensor g = view(const_cast<T*>(grad) + sample * s.rows * s.out + first, s.rows, rows, s.out);
-        block.draw(sample, needs[kLogits]);
-        if (needs[kX]) {
-          Tensor sum = view(partial_x + group * all_x + sample * part_x, s.rows, s.in, s.in);
-          const Tensor masked = view(block.masked, rows, s.in, s.in);
-          if (fresh) at::cpu::mm_out(sum, g, masked);
-          else at::cpu::addmm_(sum, g, masked);
+        // Before the masks are drawn: their slopes are multiplied with it on the spot.
+        if (outer) {
+          Tensor product = view(block.outer, rows, s.in, s.in);
+          at::cpu::mm_out(product, g.t(), view(const_cast<T*>(x) + sample * part_x, s.rows, s.in, s.in));
         }
-        if (!outer) continue;
-        Tensor product = view(block.outer, rows, s.in, s.in);
-        at::cpu::mm_out(product, g.t(), view(const_cast<T*>(x) + sample * part_x, s.rows, s.in, s.in));
-        if (needs[kLogits]) {
-          T* sum = grad_logits + begin;
-          for (int64_t i = 0; i < block.count; ++i)
-            sum[i] = (sample ? sum[i] : T(0)) + block.outer[i] * block.slope[i] * args.weight[begin + i];
+        block.draw(sample, sum);
+        if (needs[kX]) {
+          Tensor partial = view(partial_x + group * all_x + sample * part_x, s.rows, s.in, s.in);
+          const Tensor masked = view(block.masked, rows, s.in, s.in);
+          if (fresh) at::cpu::mm_out(partial, g, masked);
+          else at::cpu::addmm_(partial, g, masked);
         }
         if (needs[kWeight]) {
           block.mask(sample, block.outer);
-          T* sum = grad_weight + begin;
-          for (int64_t i = 0; i < block.count; ++i) sum[i] = (sample ? sum[i] : T(0)) + block.masked[i];
+          T* total = grad_weight + begin;
+          for (int64_t i = 0; i < block.count; ++i) total[i] = (sample ? total[i] : T(0)) + block.masked[i];
         }
       }
+      for (int64_t i = 0; sum && i < block.count; ++i) sum[i] *= args.weight[begin + i];
       fresh = false;
     }
   });

@@ -134,37 +134,41 @@ FASTMOD_INLINE void apply_masks(int64_t count, const uint32_t* words, const int3
   }
 }
 
-// s(1 - s) at temperature 1: with a = exp(-|l|) and u counted from the side that l favours, s = u / (u + a (1 - u)).
+// sum += grad * s(1 - s) at temperature 1: with a = exp(-|l|) and u counted from the side that l favours,
+// s = u / (u + a (1 - u)).
 template <typename T>
-FASTMOD_INLINE void slopes_at_one(int64_t count, const uint32_t* words, const T* logits, const T* decay, T* slope) {
+FASTMOD_INLINE void add_slopes_at_one(int64_t count, const uint32_t* words, const T* logits, const T* decay,
+                                      const T* grad, T* sum) {
   for (int64_t i = 0; i < count; ++i) {
     const T u = (T(int32_t(words[i] >> 9)) + T(0.5)) * T(1.0 / 8388608.0), v = T(1) - u;
     const bool low = logits[i] < T(0);
     const T with = low ? v : u, against = low ? u : v;
-    const T sum = with + decay[i] * against;
-    slope[i] = with * against * decay[i] / (sum * sum);
+    const T whole = with + decay[i] * against;
+    sum[i] += grad[i] * (with * against * decay[i] / (whole * whole));
   }
 }
 
 // At any temperature: s(1 - s) / tau of s = sigmoid((l + log(u / (1 - u))) / tau).
 template <typename T>
-FASTMOD_INLINE void slopes_at(int64_t count, const uint32_t* words, const T* logits, T inverse_tau, T* slope) {
+FASTMOD_INLINE void add_slopes_at(int64_t count, const uint32_t* words, const T* logits, T inverse_tau, const T* grad,
+                                  T* sum) {
   alignas(64) T uniform[kLanes<T>];
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     const int64_t lanes = std::min<int64_t>(kLanes<T>, count - i);
     for (int j = 0; j < kLanes<T>; ++j) uniform[j] = j < lanes ? uniform_from_word<T>(words[i + j]) : T(0.5);
     const Vec<T> u = load(uniform);
     const Vec<T> z = (load_first(logits + i, lanes) + (vlog(u) - vlog(T(1) - u))) * inverse_tau;
-    const Vec<T> e = vexp<true>(z < T(0) ? z : -z), sum = e + T(1);
-    store_first(slope + i, e / (sum * sum) * inverse_tau, lanes);
+    const Vec<T> e = vexp<true>(z < T(0) ? z : -z), whole = e + T(1);
+    const Vec<T> slope = e / (whole * whole) * inverse_tau;
+    store_first(sum + i, load_first(sum + i, lanes) + load_first(grad + i, lanes) * slope, lanes);
   }
 }
 
-// Weights begin .. begin + count - 1 of one sample: masked (may be null) = mask * weight (null: of ones), slope (may be
-// null) = derivative of the relaxed mask.
+// Weights begin .. begin + count - 1 of one sample: masked (may be null) = mask * weight (null: of ones); sum (may be
+// null) += grad * derivative of the relaxed mask.
 template <typename T>
 void mask_run(const MaskArgs<T>& args, int64_t sample, int64_t begin, int64_t count, const int32_t* off,
-              const T* decay, bool has_nan, const T* weight, T* masked, T* slope) {
+              const T* decay, bool has_nan, const T* weight, T* masked, const T* grad, T* sum) {
   alignas(64) uint32_t buffer[kMaskChunk + 3 + kNoiseBatch];
   for (int64_t at = 0; at < count; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, count - at);
@@ -178,9 +182,9 @@ void mask_run(const MaskArgs<T>& args, int64_t sample, int64_t begin, int64_t co
         for (int64_t i = 0; i < some; ++i)
           if (logits[i] != logits[i]) masked[at + i] = logits[i];  // no NaN turns into a confident mask
     }
-    if (!slope) continue;
-    if (args.tau == 1.0) slopes_at_one<T>(some, words, logits, decay + at, slope + at);
-    else slopes_at<T>(some, words, logits, T(1) / T(args.tau), slope + at);
+    if (!sum) continue;
+    if (args.tau == 1.0) add_slopes_at_one<T>(some, words, logits, decay + at, grad + at, sum + at);
+    else add_slopes_at<T>(some, words, logits, T(1) / T(args.tau), grad + at, sum + at);
   }
 }
 
@@ -194,23 +198,20 @@ void sample_mask_forward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
     const bool has_nan = prepare_masks<T>(args.logits + at, some, off, nullptr);
     for (int64_t s = 0; s < args.samples; ++s)
       mask_run<T>(args, s, at, some, off, nullptr, has_nan, args.weight ? args.weight + at : nullptr,
-                  args.out + s * args.count + at, nullptr);
+                  args.out + s * args.count + at, nullptr, nullptr);
   }
 }
 
 template <typename T>
 void sample_mask_backward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
   alignas(64) int32_t off[kMaskChunk];
-  alignas(64) T decay[kMaskChunk], slope[kMaskChunk], sum[kMaskChunk];
+  alignas(64) T decay[kMaskChunk], sum[kMaskChunk];
   for (int64_t at = begin; at < end; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, end - at);
     prepare_masks<T>(args.logits + at, some, off, decay);
     std::fill(sum, sum + some, T(0));
-    for (int64_t s = 0; s < args.samples; ++s) {
-      mask_run<T>(args, s, at, some, off, decay, false, nullptr, nullptr, slope);
-      const T* grad = args.grad + s * args.count + at;
-      for (int64_t i = 0; i < some; ++i) sum[i] += grad[i] * slope[i];
-    }
+    for (int64_t s = 0; s < args.samples; ++s)
+      mask_run<T>(args, s, at, some, off, decay, false, nullptr, nullptr, args.grad + s * args.count + at, sum);
     for (int64_t i = 0; i < some; ++i)
       args.grad_logits[at + i] =
           (args.weight ? sum[i] * args.weight[at + i] : sum[i]) + (args.base ? args.base[at + i] : T(0));
