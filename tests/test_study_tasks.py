@@ -248,7 +248,8 @@ def digits(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.arange(100) % 10
     blocks = torch.zeros(100, 4, 196)
     blocks[:, :, 0] = (10 * labels[:, None] + torch.arange(4)) / 100
-    monkeypatch.setattr(bpmnist, "_images", lambda *_: (blocks, labels, blocks, labels))
+    rows = bpmnist._as_blocks(255 * blocks)
+    monkeypatch.setattr(bpmnist, "_images", lambda *_: (rows, labels, rows, labels))
 
 
 def bpmnist_trial(name: str = "SMFR", **settings: object) -> bpmnist.BPMNISTTrial:
@@ -260,8 +261,8 @@ def bpmnist_trial(name: str = "SMFR", **settings: object) -> bpmnist.BPMNISTTria
 @pytest.mark.usefixtures("digits")
 def test_bpmnist_removes_a_digit_from_each_test_permutation() -> None:
     trial = bpmnist_trial()
-    image, task = (t.flatten() for t in trial.batches(generator()))
-    labels = trial.train_labels[image]
+    places, labels, task = (t.flatten(0, 1) for t in trial.batches(generator()))
+    torch.testing.assert_close(labels, trial.train_labels[(places[:, 0] - 8) // 4])
     for number in range(8):
         present = set(labels[task == number].tolist())
         assert present == set(range(10)) - ({bpmnist.REMOVED[number - 4]} if number >= 4 else set())
@@ -271,7 +272,7 @@ def test_bpmnist_removes_a_digit_from_each_test_permutation() -> None:
 def test_bpmnist_blocks_are_permuted_as_the_task_says() -> None:
     trial = bpmnist_trial()
     task = torch.arange(8)
-    blocks = trial.blocks_of(trial.train_images[:8], task)
+    blocks = trial.train_blocks[trial.places(torch.arange(8), task)]
     for number, order in enumerate(bpmnist.PERMUTATIONS):
         assert (100 * blocks[number, :4, 0] % 10).round().tolist() == list(order)
         assert blocks[number, 4].argmax() == number and blocks[number, 4].sum() == 1
@@ -286,13 +287,13 @@ def test_bpmnist_bias_pulls_routing_to_the_inverse_for_its_steps_only() -> None:
     other = bpmnist_trial("SMFR", lr=1e-2, clip=1.0, hidden=32)
     for _ in range(6):
         other.chunk()
-    image, task = (t[0] for t in trial.batches(generator()))
-    blocks = trial.blocks_of(trial.train_images[image], task)
+    places, labels, task = (t[0] for t in trial.batches(generator()))
+    blocks = trial.train_blocks[places]
     assert trial._routing_loss(blocks, task) < 0.1 < 1.0 < other._routing_loss(blocks, task)
     assert trial.metrics()["difference"] < 0.05
     scores = trial.model(blocks)[:, 0, :10]
-    plain = F.cross_entropy(scores, trial.train_labels[image]) + models.penalty(trial.model)
-    torch.testing.assert_close(trial.loss(image, task), plain)  # the bias is over
+    plain = F.cross_entropy(scores, labels) + models.penalty(trial.model)
+    torch.testing.assert_close(trial.loss(places, labels, task), plain)  # the bias is over
 
 
 def test_bpmnist_indicators_of_known_routings() -> None:

@@ -62,7 +62,7 @@ class BPMNISTConfig(models.ModelConfig):
 
 @functools.cache
 def _images(root: str | None, verify: bool, environment: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images as blocks ``[N, 4, 196]`` in 0..1 and labels ``[N]``, for training and test."""
+    """Blocks ``[8 + 4 N, 196]`` (the tasks', then the images' in 0..1) and labels ``[N]``, for training and test."""
     found = data.mnist(root, verify=verify)
     for images, labels in ((found.train_images, found.train_labels), (found.test_images, found.test_labels)):
         if images.shape[1:] != (28, 28) or not len(images):
@@ -75,7 +75,7 @@ def _images(root: str | None, verify: bool, environment: str | None) -> tuple[Te
 
 
 def _as_blocks(images: Tensor) -> Tensor:
-    return images.flatten(1).view(len(images), 4, -1).float() / 255
+    return torch.cat([torch.eye(len(PERMUTATIONS), BLOCK), images.reshape(-1, BLOCK).float().div_(255)])
 
 
 class BPMNISTTrial(Trial):
@@ -86,29 +86,32 @@ class BPMNISTTrial(Trial):
             raise StudyError(f"SMFR_bias: expected width >= 4 and depth >= 1, got {config.width} and {config.depth}")
         super().__init__(config, name, models.build(config, name, 5, 1, BLOCK), seed, device)
         images = _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
-        self.train_images, self.train_labels, self.test_images, self.test_labels = (t.to(device) for t in images)
+        self.train_blocks, self.train_labels, self.test_blocks, self.test_labels = (t.to(device) for t in images)
         self.permutations = torch.tensor(PERMUTATIONS, device=device)
-        self.task_blocks = torch.eye(len(PERMUTATIONS), BLOCK, device=device)
+        self.first_places = torch.tensor([[*(8 + b for b in p), task] for task, p in enumerate(PERMUTATIONS)]).to(
+            device
+        )
+        self.places_apart = torch.tensor([4, 4, 4, 4, 0], device=device)
 
     def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Which images and which permutation, ``[chunk, B]`` each: the blocks are gathered step by step."""
+        """Places of the blocks ``[chunk, B, 5]``, labels and tasks ``[chunk, B]``: the blocks are read step by step."""
         shape = (self.config.chunk, self.config.batch)
         image = torch.randint(len(self.train_labels), shape, generator=generator, device=self.device)
         task = torch.randint(len(PERMUTATIONS), shape, generator=generator, device=self.device)
         # A removed combination moves to the validation permutation with the same number, which lacks nothing.
         removed = torch.tensor([-1, -1, -1, -1, *REMOVED], device=self.device)
-        task = torch.where(self.train_labels[image] == removed[task], task - 4, task)
-        return image, task
+        labels = self.train_labels[image]
+        task = torch.where(labels == removed[task], task - 4, task)
+        return self.places(image, task), labels, task
 
-    def blocks_of(self, images: Tensor, task: Tensor) -> Tensor:
-        """``images [B, 4, 196]``, ``task [B]`` -> permuted blocks and the task's block, ``[B, 5, 196]``."""
-        order = self.permutations[task].unsqueeze(-1).expand(-1, -1, BLOCK)
-        return torch.cat([images.gather(1, order), self.task_blocks[task].unsqueeze(1)], 1)
+    def places(self, image: Tensor, task: Tensor) -> Tensor:
+        """``image, task [...]`` -> where the permuted blocks and the task's block lie, ``[..., 5]``."""
+        return self.first_places[task] + image.unsqueeze(-1) * self.places_apart
 
-    def loss(self, image: Tensor, task: Tensor) -> Tensor:  # type: ignore[override]
-        blocks = self.blocks_of(self.train_images[image], task)
+    def loss(self, places: Tensor, labels: Tensor, task: Tensor) -> Tensor:  # type: ignore[override]
+        blocks = F.embedding(places, self.train_blocks)
         scores = self.model(blocks)[:, 0, :CLASSES]
-        loss = F.cross_entropy(scores, self.train_labels[image]) + models.penalty(self.model)
+        loss = F.cross_entropy(scores, labels) + models.penalty(self.model)
         if self.name == "SMFR_bias" and self.step < self.config.bias_steps:
             loss = loss + self._routing_loss(blocks, task)
         return loss
@@ -127,15 +130,15 @@ class BPMNISTTrial(Trial):
         return self._measure(len(self.test_labels) if self.finished else _EVALUATED)
 
     def _measure(self, count: int) -> dict[str, float]:
-        images, labels = self.test_images[:count], self.test_labels[:count]
+        labels = self.test_labels[:count]
         accuracies, removed, routings = [], [], []
         for number in range(len(PERMUTATIONS)):
             right = []
             weights = []
-            for some, expected in zip(images.split(1000), labels.split(1000), strict=True):
-                task = torch.full((len(some),), number, device=self.device)
-                scores = self.model(self.blocks_of(some, task))[:, 0, :CLASSES]
-                right.append(scores.argmax(-1) == expected)
+            for image in torch.arange(len(labels), device=self.device).split(1000):
+                places = self.places(image, torch.full_like(image, number))
+                scores = self.model(F.embedding(places, self.test_blocks))[:, 0, :CLASSES]
+                right.append(scores.argmax(-1) == labels[image])
                 if isinstance(self.model, SMFR):
                     weights.append(self.model.routing()[0].weights)
             whole = torch.cat(right).float()
