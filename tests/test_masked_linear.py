@@ -16,8 +16,8 @@ from tests.agreement import LAYOUTS, assert_agrees, laid_out
 from tests.masks import SEEDS, TAUS, drawn, in_a_process, random_seed, random_tensor, relaxed, threads
 from tests.test_sample_mask import by_reference, module
 
-# samples, rows of each, in, out. The kernel takes blocks of at most 64 rows and 65536 weights; the last but one has
-# more blocks than partial sums of the gradient of x, the last more than one block of less than 64 rows.
+# samples, rows of each, in, out. The kernel takes 24 rows and 512 columns of the weight and 64 rows of x at a time; the
+# last but two has more of these pieces than partial sums of the gradient of x.
 SHAPES = [
     (1, 1, 1, 1),
     (3, 1, 7, 5),
@@ -26,6 +26,7 @@ SHAPES = [
     (1, 9, 100, 130),
     (2, 3, 11, 1500),
     (3, 2, 3001, 47),
+    (2, 131, 530, 26),
 ]
 NAMES = ("x", "weight", "logits", "bias", "bias_logits")
 

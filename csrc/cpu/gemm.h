@@ -29,11 +29,8 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) {
-      const T* p = c + i * c_stride + j * lanes;
-      if (!kPlain && epilogue.accumulate) sum[i][j] = kPartial && j == kVectors - 1 ? load_first(p, last) : load(p);
-      else sum[i][j] = splat(!kPlain && epilogue.bias ? epilogue.bias[i] : T(0));
-    }
+    for (int j = 0; j < kVectors; ++j)
+      sum[i][j] = splat(!kPlain && epilogue.bias && !epilogue.accumulate ? epilogue.bias[i] : T(0));
   const T* a_row = a.data;
   for (int64_t p = 0; p < k; ++p) {
     Vec<T> right[kVectors];
@@ -56,6 +53,11 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
       Vec<T> v = sum[i][j];
+      // At the end: long sums are sums of parts, which rounds less than going on with the first.
+      if (!kPlain && epilogue.accumulate) {
+        const T* p = c + i * c_stride + j * lanes;
+        v += kPartial && j == kVectors - 1 ? load_first(p, last) : load(p);
+      }
       if (!kPlain && epilogue.leaky) v = v > T(0) ? v : v * kSlope<T>;
       if (!kPlain && epilogue.activation) {
         const Vec<T> h = load(epilogue.activation + i * c_stride + j * lanes);

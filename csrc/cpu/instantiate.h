@@ -11,15 +11,16 @@ namespace FASTMOD_ISA {
 #include "range_penalty_kernel.h"
 #include "adam_kernel.h"
 #include "sample_mask_kernel.h"
+#include "masked_linear_kernel.h"
 #include "mfnnr_kernel.h"
 
 template <typename T>
 constexpr KernelTable<T> make_table() {
   return {multiplex_scratch<T>,       multiplex_forward<T>,     multiplex_backward<T>,     gated_residual_forward<T>,
           gated_residual_backward<T>, range_penalty_forward<T>, range_penalty_backward<T>, square_sum<T>,
-          adam_update<T>,             sample_mask_forward<T>,   sample_mask_backward<T>,   prepare_masks<T>,
-          mask_run<T>,                mfnnr_scratch<T>,         mfnnr_forward<T>,          mfnnr_backward<T>,
-          mfnnr_weight_grad<T>};
+          adam_update<T>,             sample_mask_forward<T>,   sample_mask_backward<T>,   transpose<T>,
+          masked_linear_scratch<T>,   masked_linear_forward<T>, masked_linear_backward<T>, mfnnr_scratch<T>,
+          mfnnr_forward<T>,           mfnnr_backward<T>,        mfnnr_weight_grad<T>};
 }
 
 }  // namespace FASTMOD_ISA

@@ -11,6 +11,10 @@ namespace fastmod::cpu {
 
 constexpr int64_t kTile = 64;
 
+// A product with a masked weight takes so many of its rows and columns at a time: what is made of them stays in cache.
+constexpr int64_t kMaskedRows = 24;
+constexpr int64_t kMaskedColumns = 512;
+
 inline int64_t tiles(int64_t batch) { return (batch + kTile - 1) / kTile; }
 
 // How the routing logits become weights. Modes as in fastmod/ops/multiplex.py.
@@ -102,6 +106,26 @@ struct MaskArgs {
   T* grad_logits;            // [P]
 };
 
+// A linear layer under masks.
+template <typename T>
+struct MaskedLinearArgs {
+  MaskArgs<T> mask;              // of the weight [out, in]
+  int64_t rows, in, out;         // rows: of x per sample
+  const T* x;                    // [S, rows, in], backward only
+  const T* tiles;                // the same as tiles of kTile rows, each transposed [in, rows], forward only
+  const T* bias;                 // [S, out] or null, forward only
+  T* result;                     // [S, rows, out], forward only
+  const T* grad;                 // [S, rows, out], backward only
+  T *grad_logits, *grad_weight;  // [out, in] or null
+};
+
+// What one call of masked_linear_backward takes of a weight, and where its part of the gradient of x goes.
+template <typename T>
+struct MaskedLinearUnit {
+  int64_t first_row, end_row, column, columns;
+  T* grad_x;  // [S, rows, in] or null; only these columns are written
+};
+
 template <typename T>
 struct KernelTable {
   // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
@@ -116,10 +140,11 @@ struct KernelTable {
   void (*adam_update)(const AdamArgs&, int64_t count, const T* grad, T* param, T* mean, T* square);
   void (*sample_mask_forward)(const MaskArgs<T>&, int64_t begin, int64_t end);
   void (*sample_mask_backward)(const MaskArgs<T>&, int64_t begin, int64_t end);
-  // Pieces of the two above, for products with masked weights: see sample_mask_kernel.h.
-  bool (*prepare_masks)(const T* logits, int64_t count, int32_t* off, T* decay);
-  void (*mask_run)(const MaskArgs<T>&, int64_t sample, int64_t begin, int64_t count, const int32_t* off,
-                   const T* decay, bool has_nan, const T* weight, T* masked, const T* grad, T* sum);
+  void (*transpose)(const T* source, int64_t source_stride, int64_t rows, int64_t columns, T* target,
+                    int64_t target_stride);
+  int64_t (*masked_linear_scratch)(const MaskedLinearArgs<T>&);
+  void (*masked_linear_forward)(const MaskedLinearArgs<T>&, int64_t block, T* scratch);
+  void (*masked_linear_backward)(const MaskedLinearArgs<T>&, const MaskedLinearUnit<T>&, T* scratch);
   int64_t (*mfnnr_scratch)(const MfnnrArgs<T>&);
   void (*mfnnr_forward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
   void (*mfnnr_backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);

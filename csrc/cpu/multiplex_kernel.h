@@ -246,13 +246,6 @@ FASTMOD_INLINE const T* element_weights(const MultiplexArgs<T>& args, int64_t el
   return pick ? scratch.hard : scratch.soft;
 }
 
-// An element spans pages, where the hardware prefetcher stops: ask for the next one while this one is at work. A tensor
-// at a time, between the steps: all at once would wait for one another, with nothing to compute meanwhile.
-template <int kWrite, typename T>
-FASTMOD_INLINE void prefetch(const T* data, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(data + i, kWrite);
-}
-
 template <typename T>
 void elements_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
   const BlockSizes& s = args.size;

@@ -23,46 +23,51 @@ FASTMOD_INLINE WideVec multiply_low(WideVec a, WideVec b) {
 
 FASTMOD_INLINE WideVec wide_splat(uint64_t value) { return value - WideVec{}; }
 
-// The words of elements start .. start + count - 1, in `buffer` of count + 3 + kNoiseBatch entries.
-inline const uint32_t* noise_words(int64_t seed, uint32_t stream, uint64_t start, int64_t count, uint32_t* buffer) {
+// The words of kVectors vectors of groups from `group` on; every word of a group in the low half of a lane.
+template <int kVectors>
+FASTMOD_INLINE void noise_batch(int64_t seed, uint32_t stream, uint64_t group, uint32_t* to) {
   constexpr auto sequence = std::make_index_sequence<kWideLanes>{};
-  const int64_t groups = (int64_t(start % 4) + count + 3) / 4;
   const WideVec multiplier0 = wide_splat(0xD2511F53u), multiplier1 = wide_splat(0xCD9E8D57u);
   const WideVec low = wide_splat(0xffffffffu);
-  WideVec lane;
+  WideVec c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors], lane;
   for (int i = 0; i < kWideLanes; ++i) lane[i] = i;
-  for (int64_t group = 0; group < groups; group += kWideLanes * kWideVectors) {
-    WideVec c0[kWideVectors], c1[kWideVectors], c2[kWideVectors], c3[kWideVectors];
-    for (int v = 0; v < kWideVectors; ++v) {
-      c0[v] = lane + (start / 4 + uint64_t(group + v * kWideLanes));
-      c1[v] = c0[v] >> 32;
-      c2[v] = wide_splat(stream);
-      c3[v] = WideVec{};
-    }
-    uint32_t k0 = uint32_t(uint64_t(seed)), k1 = uint32_t(uint64_t(seed) >> 32);
-    for (int round = 0; round < 10; ++round) {
-      const WideVec key0 = wide_splat(k0), key1 = wide_splat(k1);
-#pragma GCC unroll 4
-      for (int v = 0; v < kWideVectors; ++v) {
-        const WideVec product0 = multiply_low(c0[v], multiplier0), product1 = multiply_low(c2[v], multiplier1);
-        c0[v] = (product1 >> 32) ^ c1[v] ^ key0;
-        c1[v] = product1;
-        c2[v] = (product0 >> 32) ^ c3[v] ^ key1;
-        c3[v] = product0;
-      }
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-    for (int v = 0; v < kWideVectors; ++v) {
-      // Two words make a lane, the first in its low half, as little-endian memory has them.
-      const WideVec first = (c0[v] & low) | (c1[v] << 32), second = (c2[v] & low) | (c3[v] << 32);
-      uint32_t* to = buffer + 4 * (group + v * kWideLanes);
-      const WideVec lower = interleave_low<WideVec, kWideLanes>(first, second, sequence);
-      const WideVec upper = interleave_high<WideVec, kWideLanes>(first, second, sequence);
-      std::memcpy(to, &lower, sizeof(lower));
-      std::memcpy(to + 2 * kWideLanes, &upper, sizeof(upper));
-    }
+  for (int v = 0; v < kVectors; ++v) {
+    c0[v] = lane + (group + uint64_t(v * kWideLanes));
+    c1[v] = c0[v] >> 32;
+    c2[v] = wide_splat(stream);
+    c3[v] = WideVec{};
   }
+  uint32_t k0 = uint32_t(uint64_t(seed)), k1 = uint32_t(uint64_t(seed) >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const WideVec key0 = wide_splat(k0), key1 = wide_splat(k1);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const WideVec product0 = multiply_low(c0[v], multiplier0), product1 = multiply_low(c2[v], multiplier1);
+      c0[v] = (product1 >> 32) ^ c1[v] ^ key0;
+      c1[v] = product1;
+      c2[v] = (product0 >> 32) ^ c3[v] ^ key1;
+      c3[v] = product0;
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  for (int v = 0; v < kVectors; ++v, to += 4 * kWideLanes) {
+    // Two words make a lane, the first in its low half, as little-endian memory has them.
+    const WideVec first = (c0[v] & low) | (c1[v] << 32), second = (c2[v] & low) | (c3[v] << 32);
+    const WideVec lower = interleave_low<WideVec, kWideLanes>(first, second, sequence);
+    const WideVec upper = interleave_high<WideVec, kWideLanes>(first, second, sequence);
+    std::memcpy(to, &lower, sizeof(lower));
+    std::memcpy(to + 2 * kWideLanes, &upper, sizeof(upper));
+  }
+}
+
+// The words of elements start .. start + count - 1, in `buffer` of count + 3 + kNoiseBatch entries.
+inline const uint32_t* noise_words(int64_t seed, uint32_t stream, uint64_t start, int64_t count, uint32_t* buffer) {
+  const int64_t groups = (int64_t(start % 4) + count + 3) / 4;
+  int64_t done = 0;
+  for (; done + kWideLanes * kWideVectors <= groups; done += kWideLanes * kWideVectors)
+    noise_batch<kWideVectors>(seed, stream, start / 4 + uint64_t(done), buffer + 4 * done);
+  for (; done < groups; done += kWideLanes) noise_batch<1>(seed, stream, start / 4 + uint64_t(done), buffer + 4 * done);
   return buffer + start % 4;
 }
 
@@ -80,7 +85,8 @@ FASTMOD_INLINE Vec<float> unfused(Vec<float> product) {
   return product;
 }
 
-FASTMOD_INLINE IntVec words_off(Vec<float> logit) {
+// exp(-|l|), but not below exp(-32)
+FASTMOD_INLINE Vec<float> capped_decay(Vec<float> logit) {
   Vec<float> d = logit < 0.0f ? -logit : logit;
   d = d > mask::kCap ? splat(mask::kCap) : d;
   const IntVec n = __builtin_convertvector(unfused(d * mask::kLog2e) + 0.5f, IntVec);
@@ -90,40 +96,91 @@ FASTMOD_INLINE IntVec words_off(Vec<float> logit) {
   for (int i = 1; i < 6; ++i) p = unfused(p * x) + mask::kExp[i];
   const Vec<float> square = unfused(x * x);
   p = (unfused(p * square) + x) + 1.0f;
-  const Vec<float> a = p * (Vec<float>)((127 - n) << 23);
+  return p * (Vec<float>)((127 - n) << 23);
+}
+
+// 2^23, all words, if the logit is NaN
+FASTMOD_INLINE IntVec words_off(Vec<float> logit, Vec<float> a) {
   const IntVec off = __builtin_convertvector((a / (a + 1.0f)) * mask::kWordsF + 0.5f, IntVec);
-  return logit < 0.0f ? mask::kWords - off : off;
+  const IntVec found = logit < 0.0f ? mask::kWords - off : off;
+  return logit == logit ? found : mask::kWords - IntVec{};
 }
 
 constexpr int64_t kMaskChunk = 1024;  // weights that are taken through all samples at a time
 
-// Per weight of a chunk: how many words switch it off (2^23, all, if its logit is NaN) and, if asked for, what the
-// gradient needs, exp(-|l|). Returns whether a logit is NaN.
+FASTMOD_INLINE bool any(IntVec v) {
+  int32_t found = 0;
+  for (int i = 0; i < kLanes<float>; ++i) found |= v[i];
+  return found != 0;
+}
+
 template <typename T>
-bool prepare_masks(const T* logits, int64_t count, int32_t* off, T* decay) {
-  bool found = false;
-  alignas(64) float narrow[kMaskChunk] = {};
+FASTMOD_INLINE void exact_decays(const T* logits, int64_t count, T* decay) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    const int64_t lanes = std::min<int64_t>(kLanes<T>, count - i);
+    const Vec<T> logit = load_first(logits + i, lanes);
+    store_first(decay + i, vexp<true>(logit < T(0) ? logit : -logit), lanes);
+  }
+}
+
+// Per weight, if asked for: how many words switch it off, and what the gradient needs, exp(-|l|). Returns whether a
+// logit is NaN.
+inline bool prepare_masks(const float* logits, int64_t count, int32_t* off, float* decay) {
+  IntVec nans{}, beyond{};
+  const auto take = [&](Vec<float> logit, int64_t i, int64_t lanes) FASTMOD_INLINE_LAMBDA {
+    const Vec<float> a = capped_decay(logit);
+    nans |= logit != logit;
+    beyond |= (logit > mask::kCap) | (logit < -mask::kCap);
+    if (off) {
+      const IntVec words = words_off(logit, a);
+      std::memcpy(off + i, &words, lanes * sizeof(int32_t));
+    }
+    if (decay) store_first(decay + i, a, lanes);
+  };
+  int64_t i = 0;
+  for (; i + kLanes<float> <= count; i += kLanes<float>) take(load(logits + i), i, kLanes<float>);
+  if (i < count) take(load_first(logits + i, count - i), i, count - i);
+  if (decay && any(beyond)) exact_decays(logits, count, decay);
+  return any(nans);
+}
+
+inline bool prepare_masks(const double* logits, int64_t count, int32_t* off, double* decay) {
+  alignas(64) float narrow[kMaskChunk];
+  bool has_nan = false;
   for (int64_t at = 0; at < count; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, count - at);
     for (int64_t i = 0; i < some; ++i) narrow[i] = float(logits[at + i]);
-    for (int64_t i = 0; i < some; i += kLanes<float>) {
-      const Vec<float> logit = load(narrow + i);
-      const IntVec words = logit == logit ? words_off(logit) : mask::kWords - IntVec{};
-      if (some - i >= kLanes<float>) std::memcpy(off + at + i, &words, sizeof(words));
-      else std::memcpy(off + at + i, &words, (some - i) * sizeof(int32_t));
-    }
-    for (int64_t i = 0; i < some; ++i) found |= narrow[i] != narrow[i];
-    if (decay)
-      for (int64_t i = 0; i < some; i += kLanes<T>) {
-        const int64_t lanes = std::min<int64_t>(kLanes<T>, some - i);
-        const Vec<T> logit = load_first(logits + at + i, lanes);
-        store_first(decay + at + i, vexp<true>(logit < T(0) ? logit : -logit), lanes);
-      }
+    has_nan |= prepare_masks(narrow, some, off ? off + at : nullptr, nullptr);
   }
-  return found;
+  if (decay) exact_decays(logits, count, decay);
+  return has_nan;
 }
 
 // ---- one sample of a run of weights
+
+// kLanes<T> uniforms of the noise contract.
+template <typename T>
+FASTMOD_INLINE Vec<T> load_uniforms(const uint32_t* words) {
+  typedef uint32_t Words __attribute__((vector_size(4 * kLanes<T>)));
+  typedef int32_t Counts __attribute__((vector_size(4 * kLanes<T>)));
+  Words some;
+  std::memcpy(&some, words, sizeof(some));
+  return (__builtin_convertvector((Counts)(some >> 9), Vec<T>) + T(0.5)) * T(1.0 / 8388608.0);
+}
+
+// One sample of weights begin .. begin + count - 1. Each of the results may be null.
+template <typename T>
+struct MaskRun {
+  int64_t sample, begin, count;
+  const int32_t* off;    // of prepare_masks; null: neither `masked` nor `grad_weight` is wanted
+  const T* decay;        // likewise; null: `grad_logits` is not wanted
+  bool has_nan;          // whether a logit is NaN
+  const T* weight;       // null: ones
+  T* masked;             // mask * weight
+  const T* grad;         // of the masked weights
+  T *grad_logits;        // += grad * derivative of the relaxed mask
+  T *grad_weight;        // += grad * mask
+};
 
 template <typename T>
 FASTMOD_INLINE void apply_masks(int64_t count, const uint32_t* words, const int32_t* off, const T* weight, T* out) {
@@ -134,57 +191,66 @@ FASTMOD_INLINE void apply_masks(int64_t count, const uint32_t* words, const int3
   }
 }
 
-// sum += grad * s(1 - s) at temperature 1: with a = exp(-|l|) and u counted from the side that l favours,
-// s = u / (u + a (1 - u)).
 template <typename T>
-FASTMOD_INLINE void add_slopes_at_one(int64_t count, const uint32_t* words, const T* logits, const T* decay,
-                                      const T* grad, T* sum) {
-  for (int64_t i = 0; i < count; ++i) {
-    const T u = (T(int32_t(words[i] >> 9)) + T(0.5)) * T(1.0 / 8388608.0), v = T(1) - u;
-    const bool low = logits[i] < T(0);
-    const T with = low ? v : u, against = low ? u : v;
-    const T whole = with + decay[i] * against;
-    sum[i] += grad[i] * (with * against * decay[i] / (whole * whole));
+FASTMOD_INLINE void add_masked(int64_t count, const uint32_t* words, const int32_t* off, const T* grad, T* sum) {
+  for (int64_t i = 0; i < count; ++i) sum[i] += grad[i] * (int32_t(words[i] >> 9) >= off[i] ? T(1) : T(0));
+}
+
+// sum += grad * slope(logit, u, decay), vector by vector
+template <typename T, typename Slope>
+FASTMOD_INLINE void add_slopes(int64_t count, const uint32_t* words, const T* logits, const T* decay, const T* grad,
+                               T* sum, const Slope& slope) {
+  int64_t i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>)
+    store(sum + i, load(sum + i) + load(grad + i) * slope(load(logits + i), load_uniforms<T>(words + i), load(decay + i)));
+  if (const int64_t left = count - i; left > 0) {
+    const Vec<T> found = slope(load_first(logits + i, left), load_uniforms<T>(words + i), load_first(decay + i, left));
+    store_first(sum + i, load_first(sum + i, left) + load_first(grad + i, left) * found, left);
   }
+}
+
+// s(1 - s) at temperature 1: with a = exp(-|l|) and u counted from the side that l favours, s = u / (u + a (1 - u)).
+template <typename T>
+FASTMOD_INLINE Vec<T> slope_at_one(Vec<T> logit, Vec<T> u, Vec<T> decay) {
+  const Vec<T> v = T(1) - u, with = logit < T(0) ? v : u, against = logit < T(0) ? u : v;
+  const Vec<T> share = reciprocal(with + decay * against);
+  return with * against * decay * (share * share);
 }
 
 // At any temperature: s(1 - s) / tau of s = sigmoid((l + log(u / (1 - u))) / tau).
 template <typename T>
-FASTMOD_INLINE void add_slopes_at(int64_t count, const uint32_t* words, const T* logits, T inverse_tau, const T* grad,
-                                  T* sum) {
-  alignas(64) T uniform[kLanes<T>];
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    const int64_t lanes = std::min<int64_t>(kLanes<T>, count - i);
-    for (int j = 0; j < kLanes<T>; ++j) uniform[j] = j < lanes ? uniform_from_word<T>(words[i + j]) : T(0.5);
-    const Vec<T> u = load(uniform);
-    const Vec<T> z = (load_first(logits + i, lanes) + (vlog(u) - vlog(T(1) - u))) * inverse_tau;
-    const Vec<T> e = vexp<true>(z < T(0) ? z : -z), whole = e + T(1);
-    const Vec<T> slope = e / (whole * whole) * inverse_tau;
-    store_first(sum + i, load_first(sum + i, lanes) + load_first(grad + i, lanes) * slope, lanes);
-  }
+FASTMOD_INLINE Vec<T> slope_at(Vec<T> logit, Vec<T> u, T inverse_tau) {
+  const Vec<T> z = (logit + (vlog(u) - vlog(T(1) - u))) * inverse_tau;
+  const Vec<T> e = vexp<true>(z < T(0) ? z : -z), whole = e + T(1);
+  return e / (whole * whole) * inverse_tau;
 }
 
-// Weights begin .. begin + count - 1 of one sample: masked (may be null) = mask * weight (null: of ones); sum (may be
-// null) += grad * derivative of the relaxed mask.
 template <typename T>
-void mask_run(const MaskArgs<T>& args, int64_t sample, int64_t begin, int64_t count, const int32_t* off,
-              const T* decay, bool has_nan, const T* weight, T* masked, const T* grad, T* sum) {
+void mask_run(const MaskArgs<T>& args, const MaskRun<T>& run) {
   alignas(64) uint32_t buffer[kMaskChunk + 3 + kNoiseBatch];
-  for (int64_t at = 0; at < count; at += kMaskChunk) {
-    const int64_t some = std::min(kMaskChunk, count - at);
-    const T* logits = args.logits + begin + at;
-    const uint64_t start = uint64_t(args.first + sample) * uint64_t(args.count) + uint64_t(begin + at);
+  for (int64_t at = 0; at < run.count; at += kMaskChunk) {
+    const int64_t some = std::min(kMaskChunk, run.count - at);
+    const T* logits = args.logits + run.begin + at;
+    const uint64_t start = uint64_t(args.first + run.sample) * uint64_t(args.count) + uint64_t(run.begin + at);
     const uint32_t* words = noise_words(args.seed, args.stream, start, some, buffer);
-    if (masked) {
-      if (weight) apply_masks<T>(some, words, off + at, weight + at, masked + at);
-      else apply_masks<T>(some, words, off + at, nullptr, masked + at);
-      if (has_nan)
-        for (int64_t i = 0; i < some; ++i)
-          if (logits[i] != logits[i]) masked[at + i] = logits[i];  // no NaN turns into a confident mask
+    if (run.masked) {
+      if (run.weight) apply_masks<T>(some, words, run.off + at, run.weight + at, run.masked + at);
+      else apply_masks<T>(some, words, run.off + at, nullptr, run.masked + at);
     }
-    if (!sum) continue;
-    if (args.tau == 1.0) add_slopes_at_one<T>(some, words, logits, decay + at, grad + at, sum + at);
-    else add_slopes_at<T>(some, words, logits, T(1) / T(args.tau), grad + at, sum + at);
+    if (run.grad_weight) add_masked<T>(some, words, run.off + at, run.grad + at, run.grad_weight + at);
+    for (int64_t i = 0; run.has_nan && i < some; ++i)
+      if (logits[i] != logits[i]) {  // no NaN turns into a confident mask
+        if (run.masked) run.masked[at + i] = logits[i];
+        if (run.grad_weight) run.grad_weight[at + i] = logits[i];
+      }
+    if (!run.grad_logits) continue;
+    const auto add = [&](const auto& slope) FASTMOD_INLINE_LAMBDA {
+      add_slopes<T>(some, words, logits, run.decay + at, run.grad + at, run.grad_logits + at, slope);
+    };
+    if (args.tau == 1.0) add(slope_at_one<T>);
+    else
+      add([inverse_tau = T(1) / T(args.tau)](Vec<T> logit, Vec<T> u, Vec<T>)
+              FASTMOD_INLINE_LAMBDA { return slope_at<T>(logit, u, inverse_tau); });
   }
 }
 
@@ -195,23 +261,29 @@ void sample_mask_forward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
   alignas(64) int32_t off[kMaskChunk];
   for (int64_t at = begin; at < end; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, end - at);
-    const bool has_nan = prepare_masks<T>(args.logits + at, some, off, nullptr);
-    for (int64_t s = 0; s < args.samples; ++s)
-      mask_run<T>(args, s, at, some, off, nullptr, has_nan, args.weight ? args.weight + at : nullptr,
-                  args.out + s * args.count + at, nullptr, nullptr);
+    const bool has_nan = prepare_masks(args.logits + at, some, off, nullptr);
+    for (int64_t s = 0; s < args.samples; ++s) {
+      MaskRun<T> run{.sample = s, .begin = at, .count = some, .off = off, .has_nan = has_nan};
+      run.weight = args.weight ? args.weight + at : nullptr;
+      run.masked = args.out + s * args.count + at;
+      mask_run<T>(args, run);
+    }
   }
 }
 
 template <typename T>
 void sample_mask_backward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
-  alignas(64) int32_t off[kMaskChunk];
   alignas(64) T decay[kMaskChunk], sum[kMaskChunk];
   for (int64_t at = begin; at < end; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, end - at);
-    prepare_masks<T>(args.logits + at, some, off, decay);
+    prepare_masks(args.logits + at, some, nullptr, decay);
     std::fill(sum, sum + some, T(0));
-    for (int64_t s = 0; s < args.samples; ++s)
-      mask_run<T>(args, s, at, some, off, decay, false, nullptr, nullptr, args.grad + s * args.count + at, sum);
+    for (int64_t s = 0; s < args.samples; ++s) {
+      MaskRun<T> run{.sample = s, .begin = at, .count = some, .decay = decay};
+      run.grad = args.grad + s * args.count + at;
+      run.grad_logits = sum;
+      mask_run<T>(args, run);
+    }
     for (int64_t i = 0; i < some; ++i)
       args.grad_logits[at + i] =
           (args.weight ? sum[i] * args.weight[at + i] : sum[i]) + (args.base ? args.base[at + i] : T(0));
