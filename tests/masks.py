@@ -6,12 +6,15 @@ import contextlib
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+import fastmod
 from fastmod import noise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,3 +69,54 @@ def random_tensor(choose: random.Random, *shapes: tuple[int, ...]) -> Tensor | N
 
 def random_seed(choose: random.Random) -> Tensor:
     return choose.choice([torch.tensor(3)] * 8 + [torch.tensor(3.0), torch.tensor([3]), torch.tensor(3, device="meta")])
+
+
+def random_tau(choose: random.Random) -> float:
+    return choose.choice([1.0] * 5 + [0.5, 0.0, -1.0, float("nan"), float("inf")])
+
+
+def random_needs(choose: random.Random) -> list[bool]:
+    """Which gradients are wanted, of five; sometimes one too few."""
+    return [choose.random() < 0.7 for _ in range(choose.choice([5] * 9 + [4]))]
+
+
+def fuzzed(choose: random.Random, calls: Sequence[Callable[[], object]]) -> None:
+    """Calls of the raw ops, mostly wrong ones: each ends in a result or in an error."""
+    results = 0
+    for _ in range(1500):
+        try:
+            choose.choice(calls)()
+            results += 1
+        except Exception:  # any error will do, a crash will not
+            continue
+    assert results > 20, "hardly any call was right: the fuzz misses the kernels"
+
+
+Wrong = tuple[Callable[[], object], type[Exception], str]  # a call, and the error that it ends in
+
+
+def assert_message(case: Wrong, backend: str) -> None:
+    call, error, pattern = case
+    with fastmod.use_backend(backend), pytest.raises(error, match=pattern):
+        call()
+
+
+def wrong_numbers(call: Callable[..., object], good: int = 2) -> dict[str, Wrong]:
+    """Samples, temperatures and seeds that every mask op refuses alike; ``call(samples, **options)``."""
+    samples: dict[type[Exception], Any] = {ValueError: (0, -1), TypeError: (True, 2.0, "2", None)}
+    taus: dict[type[Exception], Any] = {
+        ValueError: (0.0, -1, float("nan"), float("inf")),
+        TypeError: ("1", True, torch.tensor(1.0)),
+    }
+    seeds: tuple[tuple[Any, type[Exception], str], ...] = (
+        (1.5, TypeError, "seed.*float"),
+        ("1", TypeError, "seed.*str"),
+        (torch.tensor([1]), TypeError, r"seed.*0-d.*\[1\]"),
+        (torch.tensor(1, device="meta"), RuntimeError, "seed.*cpu.*meta"),
+        (2**63, ValueError, "seed.*64 bits"),
+    )
+    return {
+        **{f"samples {v!r}": (lambda v=v: call(v), e, "samples.*expected") for e, vs in samples.items() for v in vs},
+        **{f"tau {v!r}": (lambda v=v: call(good, tau=v), e, "tau.*expected") for e, vs in taus.items() for v in vs},
+        **{f"seed {v!r}": (lambda v=v: call(good, seed=v), e, m) for v, e, m in seeds},
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,21 @@ from torch.nn.functional import conv2d
 import fastmod
 from fastmod import ops
 from tests.agreement import LAYOUTS, assert_agrees, laid_out
-from tests.masks import SEEDS, TAUS, drawn, in_a_process, random_seed, random_tensor, relaxed, threads
+from tests.masks import (
+    SEEDS,
+    TAUS,
+    assert_message,
+    drawn,
+    fuzzed,
+    in_a_process,
+    random_needs,
+    random_seed,
+    random_tau,
+    random_tensor,
+    relaxed,
+    threads,
+    wrong_numbers,
+)
 from tests.test_masked_linear import NAMES
 from tests.test_sample_mask import by_reference, module
 
@@ -368,33 +383,20 @@ CASES = {
     "stride zero": (wrong(stride=0), ValueError, "stride.*>= 1.*0"),
     "dilation zero": (wrong(dilation=(1, 0)), ValueError, r"dilation.*>= 1.*\(1, 0\)"),
     "kernel too large": (wrong(dilation=4), RuntimeError, "[Kk]ernel size.*input size"),
-    **{
-        f"samples {value!r}": (wrong(value), error, "samples.*expected")
-        for value, error in ((0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError))
-    },
-    **{
-        f"tau {value!r}": (wrong(tau=value), error, "tau.*expected")
-        for value, error in ((0.0, ValueError), (-1.0, ValueError), (float("nan"), ValueError), ("1", TypeError))
-    },
-    "seed": (wrong(seed=1.0), TypeError, "seed.*float"),
+    **wrong_numbers(partial(ops.masked_conv2d, X, W, W)),
 }
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("case", CASES)
 def test_message(case: str, backend: str) -> None:
-    call, error, pattern = CASES[case]
-    with fastmod.use_backend(backend), pytest.raises(error, match=pattern):
-        call()
+    assert_message(CASES[case], backend)
 
 
 def fuzz(seed: int) -> None:
-    """Raw calls, mostly wrong ones: each ends in a result or in an error."""
     choose = random.Random(seed)
     raw = torch.ops.fastmod
     t = lambda *shapes: random_tensor(choose, *shapes)  # noqa: E731
-    tau = lambda: choose.choice([1.0] * 5 + [0.5, 0.0, float("nan")])  # noqa: E731
-    needs = lambda: [choose.random() < 0.7 for _ in range(choose.choice([5] * 9 + [4]))]  # noqa: E731
     pair = lambda *usual: choose.choice([*usual] * 5 + [[-1, 1], [1], [], [1, 2, 3], [0, 0], [9, 9]])  # noqa: E731
 
     def arguments():
@@ -414,22 +416,17 @@ def fuzz(seed: int) -> None:
     def backward():
         inputs = arguments()
         size = choose.choice([1, 3, 5])
-        raw.masked_conv2d_backward(t((6, 4, size, size), (6, 2, 5, 5), (0, 4, 5, 5)), *inputs, tau(), needs())
+        raw.masked_conv2d_backward(
+            t((6, 4, size, size), (6, 2, 5, 5), (0, 4, 5, 5)), *inputs, random_tau(choose), random_needs(choose)
+        )
 
     def right_backward():
         inputs = arguments()
         out = raw.masked_conv2d_forward(*inputs)
-        raw.masked_conv2d_backward(torch.zeros_like(out), *inputs, tau(), needs())
+        raw.masked_conv2d_backward(torch.zeros_like(out), *inputs, random_tau(choose), random_needs(choose))
 
-    calls = [lambda: raw.masked_conv2d(*arguments(), tau()), backward, right_backward]
-    results = 0
-    for _ in range(1500):
-        try:
-            choose.choice(calls)()
-            results += 1
-        except Exception:  # any error will do, a crash will not
-            continue
-    assert results > 20, "hardly any call was right: the fuzz misses the kernels"
+    calls = [lambda: raw.masked_conv2d(*arguments(), random_tau(choose)), backward, right_backward]
+    fuzzed(choose, calls)
 
 
 @pytest.mark.parametrize("seed", range(3))

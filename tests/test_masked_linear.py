@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,21 @@ from hypothesis import strategies as st
 import fastmod
 from fastmod import ops
 from tests.agreement import LAYOUTS, assert_agrees, laid_out
-from tests.masks import SEEDS, TAUS, drawn, in_a_process, random_seed, random_tensor, relaxed, threads
+from tests.masks import (
+    SEEDS,
+    TAUS,
+    assert_message,
+    drawn,
+    fuzzed,
+    in_a_process,
+    random_needs,
+    random_seed,
+    random_tau,
+    random_tensor,
+    relaxed,
+    threads,
+    wrong_numbers,
+)
 from tests.test_sample_mask import by_reference, module
 
 # samples, rows of each, in, out. The kernel takes 24 rows and 512 columns of the weight and 64 rows of x at a time; the
@@ -338,7 +353,6 @@ def test_autocast(backend: str) -> None:
 # --------------------------------------------------------------------------------------------------------- bad input
 
 X, W, L, B = torch.zeros(6, 4), torch.zeros(5, 4), torch.zeros(5, 4), torch.zeros(5)
-INF = float("inf")
 CASES = {
     "batch": (lambda: ops.masked_linear(X, W, L, 4), ValueError, r"x.*multiple of 4 samples.*\[6, 4\]"),
     "rank of x": (lambda: ops.masked_linear(X[0], W, L, 2), ValueError, r"x.*\[B, \.\.\., in\].*\[4\]"),
@@ -376,34 +390,20 @@ CASES = {
         RuntimeError,
         "bias_logits.*cpu.*meta",
     ),
-    **{
-        f"samples {value!r}": (lambda value=value: ops.masked_linear(X, W, L, value), error, "samples.*expected")
-        for value, error in ((0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError), ("2", TypeError))
-    },
-    **{
-        f"tau {value!r}": (lambda value=value: ops.masked_linear(X, W, L, 2, tau=value), error, "tau.*expected")
-        for value, error in ((0.0, ValueError), (-1.0, ValueError), (INF, ValueError), ("1", TypeError))
-    },
-    "tau nan": (lambda: ops.masked_linear(X, W, L, 2, tau=float("nan")), ValueError, "tau.*nan"),
-    "seed": (lambda: ops.masked_linear(X, W, L, 2, seed="1"), TypeError, "seed.*str"),
+    **wrong_numbers(partial(ops.masked_linear, X, W, L)),
 }
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("case", CASES)
 def test_message(case: str, backend: str) -> None:
-    call, error, pattern = CASES[case]
-    with fastmod.use_backend(backend), pytest.raises(error, match=pattern):
-        call()
+    assert_message(CASES[case], backend)
 
 
 def fuzz(seed: int) -> None:
-    """Raw calls, mostly wrong ones: each ends in a result or in an error."""
     choose = random.Random(seed)
     raw = torch.ops.fastmod
     t = lambda *shapes: random_tensor(choose, *shapes)  # noqa: E731
-    tau = lambda: choose.choice([1.0] * 5 + [0.5, 0.0, float("nan"), INF])  # noqa: E731
-    needs = lambda: [choose.random() < 0.7 for _ in range(choose.choice([5] * 9 + [4]))]  # noqa: E731
 
     def arguments():
         out = choose.choice([0, 1, 5, 5, 5])
@@ -414,21 +414,14 @@ def fuzz(seed: int) -> None:
 
     def backward():
         inputs, grad = arguments()
-        raw.masked_linear_backward(grad, *inputs, tau(), needs())
+        raw.masked_linear_backward(grad, *inputs, random_tau(choose), random_needs(choose))
 
     calls = [
-        lambda: raw.masked_linear(*arguments()[0], tau()),
+        lambda: raw.masked_linear(*arguments()[0], random_tau(choose)),
         lambda: raw.masked_linear_forward(*arguments()[0]),
         backward,
     ]
-    results = 0
-    for _ in range(1500):
-        try:
-            choose.choice(calls)()
-            results += 1
-        except Exception:  # any error will do, a crash will not
-            continue
-    assert results > 20, "hardly any call was right: the fuzz misses the kernels"
+    fuzzed(choose, calls)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,21 @@ from hypothesis import strategies as st
 import fastmod
 from fastmod import noise, ops
 from tests.agreement import LAYOUTS, assert_agrees, laid_out
-from tests.masks import DTYPES, SEEDS, TAUS, drawn, in_a_process, random_seed, random_tensor, relaxed, threads
+from tests.masks import (
+    DTYPES,
+    SEEDS,
+    TAUS,
+    assert_message,
+    drawn,
+    fuzzed,
+    in_a_process,
+    random_seed,
+    random_tau,
+    random_tensor,
+    relaxed,
+    threads,
+    wrong_numbers,
+)
 
 module = importlib.import_module("fastmod.ops.sample_mask")  # the package's attribute of this name is the function
 WORDS = module.WORDS
@@ -347,22 +362,7 @@ CASES = {
     "complex": (lambda: ops.sample_mask(L.to(torch.complex64), 2), TypeError, "logits.*complex64"),
     "not a tensor": (lambda: ops.sample_mask([1.0], 2), TypeError, "logits.*list"),
     "sparse": (lambda: ops.sample_mask(L.to_sparse(), 2), TypeError, "logits.*dense"),
-    "no samples": (lambda: ops.sample_mask(L, 0), ValueError, "samples.*at least 1.*0"),
-    "negative samples": (lambda: ops.sample_mask(L, -2), ValueError, "samples.*-2"),
-    "samples bool": (lambda: ops.sample_mask(L, True), TypeError, "samples.*int.*bool"),
-    "samples float": (lambda: ops.sample_mask(L, 2.0), TypeError, "samples.*int.*float"),
-    "samples none": (lambda: ops.sample_mask(L, None), TypeError, "samples.*NoneType"),
-    "tau zero": (lambda: ops.sample_mask(L, 2, tau=0.0), ValueError, "tau.*> 0"),
-    "tau negative": (lambda: ops.sample_mask(L, 2, tau=-1), ValueError, "tau.*-1"),
-    "tau nan": (lambda: ops.sample_mask(L, 2, tau=float("nan")), ValueError, "tau.*nan"),
-    "tau inf": (lambda: ops.sample_mask(L, 2, tau=float("inf")), ValueError, "tau.*inf"),
-    "tau str": (lambda: ops.sample_mask(L, 2, tau="1"), TypeError, "tau.*float.*str"),
-    "tau bool": (lambda: ops.sample_mask(L, 2, tau=True), TypeError, "tau.*bool"),
-    "tau tensor": (lambda: ops.sample_mask(L, 2, tau=torch.tensor(1.0)), TypeError, "tau.*Tensor"),
-    "seed float": (lambda: ops.sample_mask(L, 2, seed=1.5), TypeError, "seed.*float"),
-    "seed shape": (lambda: ops.sample_mask(L, 2, seed=torch.tensor([1])), TypeError, r"seed.*0-d.*\[1\]"),
-    "seed device": (lambda: ops.sample_mask(L, 2, seed=torch.tensor(1).to("meta")), RuntimeError, "seed.*cpu.*meta"),
-    "seed range": (lambda: ops.sample_mask(L, 2, seed=2**63), ValueError, "seed.*64 bits"),
+    **wrong_numbers(partial(ops.sample_mask, L)),
     "weight shape": (lambda: ops.masked_weight(L[:2], L, 2), ValueError, r"weight.*\[3, 4\].*\[2, 4\]"),
     "weight rank": (lambda: ops.masked_weight(L[0], L, 2), ValueError, "weight.*shape of logits"),
     "weight dtype": (lambda: ops.masked_weight(L.double(), L, 2), TypeError, "weight.*float32.*float64"),
@@ -375,33 +375,22 @@ CASES = {
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("case", CASES)
 def test_message(case: str, backend: str) -> None:
-    call, error, pattern = CASES[case]
-    with fastmod.use_backend(backend), pytest.raises(error, match=pattern):
-        call()
+    assert_message(CASES[case], backend)
 
 
 def fuzz(seed: int) -> None:
-    """Raw calls, mostly wrong ones: each ends in a result or in an error."""
     choose = random.Random(seed)
     raw = torch.ops.fastmod
     t = lambda: random_tensor(choose, (3, 4), (0, 4), ())  # noqa: E731
     number = lambda *odd: choose.choice([1, 2, 3, *odd])  # noqa: E731
     tail = lambda: (number(0, -1, 2**61), number(0, -1), random_seed(choose), number(0, -1, 2**33))  # noqa: E731
     grad = lambda: random_tensor(choose, (2, 3, 4), (1, 3, 4), (3, 0, 4), (2,))  # noqa: E731
-    tau = lambda: choose.choice([1.0, 0.5, 0.0, -1.0, float("nan"), float("inf")])  # noqa: E731
     calls = [
-        lambda: raw.sample_mask(t(), t(), *tail(), tau()),
+        lambda: raw.sample_mask(t(), t(), *tail(), random_tau(choose)),
         lambda: raw.sample_mask_forward(t(), t(), *tail()),
-        lambda: raw.sample_mask_backward(grad(), t(), t(), *tail(), tau(), t()),
+        lambda: raw.sample_mask_backward(grad(), t(), t(), *tail(), random_tau(choose), t()),
     ]
-    results = 0
-    for _ in range(1500):
-        try:
-            choose.choice(calls)()
-            results += 1
-        except Exception:  # any error will do, a crash will not
-            continue
-    assert results > 20, "hardly any call was right: the fuzz misses the kernels"
+    fuzzed(choose, calls)
 
 
 @pytest.mark.parametrize("seed", range(3))
