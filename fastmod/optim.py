@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -98,13 +97,12 @@ class Adam(torch.optim.Adam):
 
     def _fast_step(self, fast: list[_Fast]) -> None:
         gradients = [[_dense(p.grad) for p in f.params] for f in fast]
-        scale = 1.0
-        if self.max_norm is not None:
-            norm = math.sqrt(sum(torch.ops.fastmod.square_sum(some) for some in gradients))
-            scale = min(self.max_norm / (norm + 1e-6), 1.0) if norm == norm else norm  # NaN spreads, as in torch
+        clipped = sum(torch.ops.fastmod.square_sum(some) for some in gradients) if self.max_norm else 0.0
         for f, some in zip(fast, gradients, strict=True):
             (beta1, beta2), lr, eps = f.group["betas"], f.group["lr"], f.group["eps"]
-            torch.ops.fastmod.adam_(f.params, some, f.means, f.squares, f.steps, scale, lr, beta1, beta2, eps)
+            torch.ops.fastmod.adam_(
+                f.params, some, f.means, f.squares, f.steps, clipped, self.max_norm or 0.0, lr, beta1, beta2, eps
+            )
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]

@@ -132,7 +132,7 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match="max_norm"):
             Adam([p], max_norm=value)
     good, step = [torch.zeros(3)], [torch.zeros(())]
-    numbers = (1.0, 0.1, 0.9, 0.999, 1e-8)
+    numbers = (1.0, 0.0, 0.1, 0.9, 0.999, 1e-8)
     for bad in ([torch.zeros(4)], [], [torch.zeros(3, dtype=torch.float64)], [torch.zeros(6)[::2]]):
         for place in range(1, 4):
             lists = [good, good, good, good]

@@ -63,14 +63,23 @@ double square_sum(TensorList tensors) {
   return sum_in_order(parts);
 }
 
+// As clip_grad_norm_ scales: to max_norm (none if <= 0), NaN spreads.
+double clipping_scale(double square_sum, double max_norm) {
+  if (!(max_norm > 0)) return 1;
+  const double norm = std::sqrt(square_sum);
+  return std::isnan(norm) ? norm : std::min(max_norm / (norm + 1e-6), 1.0);
+}
+
+// grads_square_sum: of all gradients that are clipped together, these among them.
 void adam_(TensorList params, TensorList grads, TensorList means, TensorList squares, TensorList steps,
-           double grad_scale, double lr, double beta1, double beta2, double epsilon) {
+           double grads_square_sum, double max_norm, double lr, double beta1, double beta2, double epsilon) {
   check_floating(params, "params");
   check_alike(params, params, "params");
   check_alike(grads, params, "grads");
   check_alike(means, params, "exp_avgs");
   check_alike(squares, params, "exp_avg_sqs");
   TORCH_CHECK_VALUE(steps.size() == params.size(), "steps: expected ", params.size(), " tensors, got ", steps.size());
+  const double grad_scale = clipping_scale(grads_square_sum, max_norm);
   std::vector<AdamArgs> args;
   for (const Tensor& step : steps) {
     TORCH_CHECK_VALUE(step.numel() == 1 && step.scalar_type() == at::kFloat && step.device().is_cpu(),
@@ -103,12 +112,8 @@ bool clipped_adam_(TensorList params, TensorList means, TensorList squares, Tens
     if (!grad.defined() || grad.layout() != at::kStrided || !grad.is_contiguous()) return false;
     grads.push_back(grad);
   }
-  double scale = 1;
-  if (max_norm > 0) {
-    const double norm = std::sqrt(square_sum(grads));
-    scale = std::isnan(norm) ? norm : std::min(max_norm / (norm + 1e-6), 1.0);  // NaN spreads, as in torch
-  }
-  adam_(params, grads, means, squares, steps, scale, lr, beta1, beta2, epsilon);
+  const double sum = max_norm > 0 ? square_sum(grads) : 0;
+  adam_(params, grads, means, squares, steps, sum, max_norm, lr, beta1, beta2, epsilon);
   return true;
 }
 
