@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -353,7 +354,6 @@ def python2(value: Any) -> bytes:
 
 
 def hub_arrays(data: MNIST, validation: int = 2) -> Any:
-    np = pytest.importorskip("numpy")
 
     def pair(images: Tensor, labels: Tensor) -> Any:
         # Through lists, and the dtypes by name: the pickle must hold no more than the real one does.
@@ -439,7 +439,7 @@ def test_hub_malicious(tmp_path: Path, protocol: int, function: str) -> None:
     owner, name = function.split(".")
     trace = tmp_path / "trace"
     argument = f"__import__('os').mkdir({str(trace)!r})" if name == "eval" else str(trace)
-    call = Call(getattr(pytest.importorskip(owner), name), argument)
+    call = Call(getattr(importlib.import_module(owner), name), argument)
     arrays = hub_arrays(digits())
     path = write_hub(tmp_path / "a.pkl.gz", (arrays[0], call, arrays[2]), pickle_of(protocol))
     with pytest.raises(DataError, match=r"unsafe pickle: refused to load") as caught:
@@ -472,7 +472,6 @@ def test_hub_missing(tmp_path: Path) -> None:
 
 
 def test_hub_wrong_contents(tmp_path: Path) -> None:
-    np = pytest.importorskip("numpy")
     train, validation, test = hub_arrays(digits())
     images, labels = train
     nan = images.copy()

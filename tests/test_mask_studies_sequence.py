@@ -179,7 +179,6 @@ def run(study: Study, settings: dict[str, Any], model: str) -> tuple[MaskTrial, 
 
 
 def check_figures(study: Study, outcome: Outcome) -> None:
-    pytest.importorskip("matplotlib")
     assert all(caption for _, caption in study.figures(outcome).values())
 
 

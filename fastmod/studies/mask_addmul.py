@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod.studies import mask_figures, mask_nets, masking
-from fastmod.studies.config import StudyError
-from fastmod.studies.mask_nets import LIMIT
+from fastmod.studies.mask_nets import LIMIT, ROWS, SPARSE
 from fastmod.studies.study import Outcome, Row, Study
 
 if TYPE_CHECKING:
@@ -24,31 +23,12 @@ if TYPE_CHECKING:
 
 OPERATIONS = ("add", "mul")
 _INPUTS, _OUTPUTS = 42, 20
-_HIDDEN: Mapping[str, tuple[int, ...]] = {
-    "FNN_small": (400, 400, 200),
-    "FNN": (800,) * 4,
-    "FNN_large": (2000,) * 4,  # the paper's
-}
-_SPARSE = 7  # in the course of training, accuracy is taken on every seventh pair of numbers
-_ROWS = 2500  # evaluated at once
 
 
 @dataclass(frozen=True)
-class MaskAddMulConfig(masking.MaskConfig):
+class MaskAddMulConfig(mask_nets.ArithmeticConfig):
     steps: int = 8000
-    mask_steps: int = 4000  # with mask_lr the paper's 20,000 at 1e-2, shortened
-    mask_lr: float = 5e-2
-    hidden: tuple[int, ...] | None = None  # sizes of the FNN's hidden layers; none: those of the model's name
-    units: int = 256  # of the LSTM
-    time_steps: int = 3  # for which the LSTM sees the input
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("units", "time_steps"):
-            if getattr(self, name) < 1:
-                raise StudyError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        if self.hidden is not None and not all(size >= 1 for size in self.hidden):
-            raise StudyError(f"hidden: expected sizes of 1 or more, got {self.hidden}")
+    mask_steps: int = 4000
 
 
 def inputs_of(numbers: Tensor, operation: Tensor) -> Tensor:
@@ -67,10 +47,7 @@ class MaskAddMulTrial(masking.MaskTrial):
     tasks = OPERATIONS
 
     def net(self) -> nn.Module:
-        if self.name == "LSTM":
-            return mask_nets.LSTM(_INPUTS, self.config.units, _OUTPUTS)
-        hidden = _HIDDEN[self.name] if self.config.hidden is None else self.config.hidden
-        return mask_nets.FNN((_INPUTS, *hidden, _OUTPUTS))
+        return self.config.net(self.name, _INPUTS, _OUTPUTS)
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         shape = (self.config.chunk, self.config.batch)
@@ -94,12 +71,12 @@ class MaskAddMulTrial(masking.MaskTrial):
     def _pairs(self) -> Tensor:
         """All pairs of numbers ``[10000, 2]``, some of them before the end."""
         numbers = torch.arange(LIMIT, device=self.device)
-        return torch.cartesian_prod(numbers, numbers)[:: 1 if self.finished else _SPARSE]
+        return torch.cartesian_prod(numbers, numbers)[:: 1 if self.finished else SPARSE]
 
     def _said(self, model: nn.Module, numbers: Tensor, operation: int) -> Tensor:
         which = torch.full(numbers.shape[:-1], operation, device=self.device)
         inputs = inputs_of(numbers, which)
-        return torch.cat([mask_nets.digits_said(self.scores_of(model, some)) for some in inputs.split(_ROWS)])
+        return torch.cat([mask_nets.digits_said(self.scores_of(model, some)) for some in inputs.split(ROWS)])
 
     def performed(self, model: nn.Module, asked: int) -> dict[str, float]:
         """Of which operation the answer is the right one, asked for this one: shares of the pairs on which the two

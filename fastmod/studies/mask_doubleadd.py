@@ -8,7 +8,6 @@ the first pair in three steps and the second in the next three, and answers at t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.studies import mask_figures, mask_nets, masking
-from fastmod.studies.config import StudyError
-from fastmod.studies.mask_nets import LIMIT
+from fastmod.studies.mask_nets import LIMIT, ROWS, SPARSE
 from fastmod.studies.study import Outcome, Row, Study
 
 if TYPE_CHECKING:
@@ -25,31 +23,13 @@ if TYPE_CHECKING:
 
 PAIRS = ("pair1", "pair2")
 _INPUTS, _OUTPUTS = 80, 40
-_HIDDEN: Mapping[str, tuple[int, ...]] = {  # wider nets seem to share less
-    "FNN": (800,) * 4,
-    "FNN_large": (2000,) * 4,  # the paper's
-}
-_SPARSE = 7  # in the course of training, accuracy is taken on every seventh pair of numbers
-_ROWS = 2500  # evaluated at once
 
 
 @dataclass(frozen=True)
-class MaskDoubleAddConfig(masking.MaskConfig):
+class MaskDoubleAddConfig(mask_nets.ArithmeticConfig):
     steps: int = 3000
-    mask_steps: int = 2000  # with mask_lr the paper's 20,000 at 1e-2, shortened
-    mask_lr: float = 5e-2
+    mask_steps: int = 2000
     beta: float = 4e-4  # the paper's for the FNN; its LSTM has 1e-4
-    hidden: tuple[int, ...] | None = None  # sizes of the FNN's hidden layers; none: those of the model's name
-    units: int = 256  # of the LSTM
-    time_steps: int = 3  # of the LSTM, for each pair
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("units", "time_steps"):
-            if getattr(self, name) < 1:
-                raise StudyError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        if self.hidden is not None and not all(size >= 1 for size in self.hidden):
-            raise StudyError(f"hidden: expected sizes of 1 or more, got {self.hidden}")
 
 
 def inputs_of(numbers: Tensor) -> Tensor:
@@ -80,10 +60,7 @@ class MaskDoubleAddTrial(masking.MaskTrial):
     tasks = PAIRS
 
     def net(self) -> nn.Module:
-        if self.name.startswith("LSTM"):
-            return mask_nets.LSTM(_INPUTS, self.config.units, _OUTPUTS)
-        hidden = _HIDDEN[self.name] if self.config.hidden is None else self.config.hidden
-        return mask_nets.FNN((_INPUTS, *hidden, _OUTPUTS))
+        return self.config.net(self.name, _INPUTS, _OUTPUTS)
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         shape = (self.config.chunk, self.config.batch, 4)
@@ -116,9 +93,9 @@ class MaskDoubleAddTrial(masking.MaskTrial):
         one = torch.arange(LIMIT, device=self.device)
         every = torch.cartesian_prod(one, one)
         other = every[torch.randperm(len(every), generator=self.generator("evaluation"), device=self.device)]
-        numbers = torch.cat([every, other], -1)[:: 1 if self.finished else _SPARSE]
+        numbers = torch.cat([every, other], -1)[:: 1 if self.finished else SPARSE]
         right: dict[str, list[Tensor]] = {name: [] for name in PAIRS}
-        for some in numbers.split(_ROWS):
+        for some in numbers.split(ROWS):
             digits = answers_of(some)
             for pair, scores in enumerate(self.scores_of(model, inputs_of(some), (0, 1))):
                 right[PAIRS[pair]].append((mask_nets.digits_said(scores) == part_of(pair, digits)).all(-1))

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmod.studies.config import StudyError
+from fastmod.studies.masking import MaskConfig
+
 DIGIT = 10  # values of a digit
 LIMIT = 100  # numbers have two digits
+HIDDEN: Mapping[str, tuple[int, ...]] = {
+    "FNN_small": (400, 400, 200),
+    "FNN": (800,) * 4,
+    "FNN_large": (2000,) * 4,  # the paper's
+}
+SPARSE = 7  # in the course of training, accuracy is taken on every seventh pair of numbers
+ROWS = 2500  # evaluated at once
+
+
+@dataclass(frozen=True)
+class ArithmeticConfig(MaskConfig):
+    mask_lr: float = 5e-2  # with fewer steps the paper's 20,000 at 1e-2
+    hidden: tuple[int, ...] | None = None  # sizes of the FNN's hidden layers; none: those of the model's name
+    units: int = 256  # of the LSTM
+    time_steps: int = 3  # of the LSTM, for what it sees at a time
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("units", "time_steps"):
+            if getattr(self, name) < 1:
+                raise StudyError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.hidden is not None and not all(size >= 1 for size in self.hidden):
+            raise StudyError(f"hidden: expected sizes of 1 or more, got {self.hidden}")
+
+    def net(self, name: str, inputs: int, outputs: int) -> nn.Module:
+        """The net of that name: an LSTM if it begins so, else an FNN."""
+        if name.startswith("LSTM"):
+            return LSTM(inputs, self.units, outputs)
+        return FNN((inputs, *(HIDDEN[name] if self.hidden is None else self.hidden), outputs))
 
 
 class FNN(nn.Module):
