@@ -1,7 +1,7 @@
 // Schemas, autograd and autocast of the weight-mask ops, as ops.cpp does it for the others.
 //
-// Every backend has kernels for sample_mask. masked_linear has kernels of its own on the CPU; elsewhere it, and
-// masked_conv2d everywhere, goes sample by sample: one masked copy of the weight at a time, multiplied or convolved by
+// Every backend has kernels for sample_mask. masked_linear has kernels of its own on the CPU, for batches that are not
+// large; elsewhere it, and masked_conv2d everywhere, goes sample by sample: one masked copy of the weight at a time, multiplied or convolved by
 // torch's own libraries, with the gradient of the logits summed up as the samples pass.
 #include <ATen/Functions.h>
 
@@ -9,7 +9,7 @@
 
 #include "autograd.h"
 #include "checks.h"
-#include "masked_bias.h"
+#include "masked_layers.h"
 #include "ops.h"
 #include "philox.h"
 
@@ -179,6 +179,8 @@ void check_masked_devices(const Tensor& x, const Tensor& weight, const Tensor& l
 
 // ------------------------------------------------------------ masked_linear
 
+}  // namespace
+
 template <bool triton>
 Tensor masked_linear_forward_by_samples(const Tensor& x, const Tensor& weight, const Tensor& logits,
                                         const OptionalTensor& bias, const OptionalTensor& bias_logits,
@@ -186,10 +188,17 @@ Tensor masked_linear_forward_by_samples(const Tensor& x, const Tensor& weight, c
   check_masked_linear(x, weight, logits, bias, bias_logits, samples);
   const MaskedInputs in{weight, logits, seed, samples, triton};
   const Tensor biases = bias_samples(triton, bias, bias_logits, seed, samples);
-  std::vector<Tensor> parts;
-  for (int64_t s = 0; s < samples; ++s)
-    parts.push_back(at::linear(in.part(x, s), in.masked_weight(s), element(biases, s)));
-  return at::cat(parts);
+  auto sizes = x.sizes().vec();
+  sizes.back() = weight.size(0);
+  const Tensor out = at::empty(sizes, x.options());
+  const int64_t each = leading_size(x, 1) / samples;
+  const Tensor rows = x.reshape({samples, each, weight.size(1)}), results = out.view({samples, each, weight.size(0)});
+  for (int64_t s = 0; s < samples; ++s) {
+    Tensor result = results[s];
+    if (bias) at::addmm_out(result, biases[s], rows[s], in.masked_weight(s).t());
+    else at::mm_out(result, rows[s], in.masked_weight(s).t());
+  }
+  return out;
 }
 
 template <bool triton>
@@ -201,19 +210,34 @@ std::vector<Tensor> masked_linear_backward_by_samples(const Tensor& grad, const 
   if (x.size(0) == 0) return zero_gradients(x, weight, bias, needs);
   const MaskedInputs in{weight, logits, seed, samples, triton};
   WeightGradients sums{in, tau, needs};
-  std::vector<Tensor> result = blank_gradients(x), grad_x, grad_bias;
+  std::vector<Tensor> result = blank_gradients(x), grad_bias;
+  const int64_t each = leading_size(x, 1) / samples;
+  const Tensor grads = grad.reshape({samples, each, weight.size(0)}), rows = x.reshape({samples, each, weight.size(1)});
+  const Tensor grad_x = needs[kX] ? at::empty(rows.sizes(), x.options()) : Tensor();
   for (int64_t s = 0; s < samples; ++s) {
-    const Tensor g = in.part(grad, s).reshape({-1, weight.size(0)});
-    if (needs[kX]) grad_x.push_back(at::mm(g, in.masked_weight(s)));
-    if (needs[kLogits] || needs[kWeight])
-      sums.add(at::mm(g.t(), in.part(x, s).reshape({-1, weight.size(1)})), s);
+    const Tensor g = grads[s];
+    if (needs[kX]) {
+      Tensor part = grad_x[s];
+      at::mm_out(part, g, in.masked_weight(s));
+    }
+    if (needs[kLogits] || needs[kWeight]) sums.add(at::mm(g.t(), rows[s]), s);
     if (wants_bias(bias, needs)) grad_bias.push_back(g.sum(0));
   }
-  if (needs[kX]) result[kX] = at::cat(grad_x).view(x.sizes());
+  if (needs[kX]) result[kX] = grad_x.view(x.sizes());
   sums.place(result);
   if (wants_bias(bias, needs)) bias_gradients(triton, at::stack(grad_bias), *bias, bias_logits, seed, tau, needs, result);
   return result;
 }
+
+template Tensor masked_linear_forward_by_samples<false>(const Tensor&, const Tensor&, const Tensor&,
+                                                        const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                                                        int64_t);
+template std::vector<Tensor> masked_linear_backward_by_samples<false>(const Tensor&, const Tensor&, const Tensor&,
+                                                                      const Tensor&, const OptionalTensor&,
+                                                                      const OptionalTensor&, const Tensor&, int64_t,
+                                                                      double, Needs);
+
+namespace {
 
 const auto& masked_linear_forward_kernel() {
   static const Kernel<decltype(masked_linear_forward)> kernel("masked_linear_forward");

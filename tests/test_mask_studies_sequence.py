@@ -217,6 +217,18 @@ def test_scan_trial(tmp_path: Path, model: str) -> None:
     check_figures(study, outcome)
 
 
+def test_scan_rates_fall_in_the_second_half_of_every_stage(tmp_path: Path) -> None:
+    settings = {**TINY, "steps": 8, "mask_steps": 4, "chunk": 1, "evaluate_every": 4, "units": 8, "lr": 1.0}
+    settings |= {"mask_lr": 2.0, "lr_end": 0.5, "mask_lr_end": 0.0, "splits": ("simple", "jump")}
+    config = changed(mask_scan.MaskScanConfig(), {**settings, "data": str(scan_words(tmp_path))})
+    trial = mask_scan.MaskScanTrial(config, "LSTM", 0, CPU)
+    rates = []
+    while trial.step < trial.steps:
+        trial.chunk()
+        rates.append(trial.optimizer.param_groups[0]["lr"])
+    assert rates == [1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 2, 2, 2, 1, 2, 2, 2, 1]
+
+
 def test_scan_batches_come_from_the_splits_training_set(tmp_path: Path) -> None:
     settings = {**TINY, "splits": ("simple", "jump"), "data": str(scan_words(tmp_path)), "units": 4}
     config = changed(mask_scan.MaskScanConfig(), settings)

@@ -31,8 +31,8 @@ from tests.masks import (
 )
 from tests.test_sample_mask import by_reference, module
 
-# samples, rows of each, in, out. The kernel takes 24 rows and 512 columns of the weight and 64 rows of x at a time; the
-# last but two has more of these pieces than partial sums of the gradient of x.
+# samples, rows of each, in, out. The kernel takes 24 rows and 512 columns of the weight and 64 rows of x at a time; one
+# has more of these pieces than partial sums of the gradient of x. More than 256 rows go sample by sample.
 SHAPES = [
     (1, 1, 1, 1),
     (3, 1, 7, 5),
@@ -42,6 +42,7 @@ SHAPES = [
     (2, 3, 11, 1500),
     (3, 2, 3001, 47),
     (2, 131, 530, 26),
+    (2, 257, 20, 26),
 ]
 NAMES = ("x", "weight", "logits", "bias", "bias_logits")
 

@@ -2,13 +2,15 @@
 #include <ATen/Functions.h>
 
 #include "cpu/masks.h"
-#include "masked_bias.h"
+#include "masked_layers.h"
 #include "philox.h"
 
 namespace fastmod::cpu {
 namespace {
 
 constexpr int64_t kUnits = 16;                    // pieces of the backward's work, by the sizes alone: as its sums are
+// With so many rows the masks cost little beside the products, at which torch's libraries are better.
+constexpr int64_t kManyRows = 256;
 constexpr int64_t kMaxPartialBytes = 32ll << 20;  // memory of the partial sums of the gradient of x
 
 int64_t parts(int64_t size, int64_t each) { return (size + each - 1) / each; }
@@ -43,6 +45,8 @@ Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor
                              const OptionalTensor& bias_logits, const Tensor& seed, int64_t samples) {
   check_masked_linear(x, weight, logits, bias, bias_logits, samples);
   check_mask_noise(seed, 0, samples, kStreamMask);
+  if (leading_size(x, 1) / samples > kManyRows)
+    return masked_linear_forward_by_samples<false>(x, weight, logits, bias, bias_logits, seed, samples);
   auto sizes = x.sizes().vec();
   sizes.back() = weight.size(0);
   const Tensor out = empty_wide(sizes, x);
@@ -76,6 +80,8 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
   const int64_t batch = leading_size(x, 1), out = weight.size(0), in = weight.size(1);
   TORCH_CHECK_VALUE(grad.dim() == x.dim() && grad.numel() == batch * out && grad.size(-1) == out,
                     "grad: expected [B, ..., ", out, "], got ", grad.sizes());
+  if (batch / samples > kManyRows)
+    return masked_linear_backward_by_samples<false>(grad, x, weight, logits, bias, bias_logits, seed, samples, tau, needs);
   const auto type = x.scalar_type();
   std::vector<Tensor> result(kMaskedInputs, at::empty({0}, x.options()));
   const Tensor g = readable(grad), xr = readable(x), w = readable(weight), l = readable(logits);

@@ -41,7 +41,7 @@ _EVALUATED = 300  # test sequences per split in the course of training; all of t
 _ROWS = 256  # evaluated at once
 
 #: The paper's C.6.1.
-_STEPS = {"lr_end": 1.0, "steps": 25_000, "mask_steps": 25_000, "batch": 256, "mask_lr": 1e-2}
+_STEPS = {"lr_end": 1.0, "mask_lr_end": 1.0, "steps": 25_000, "mask_steps": 25_000, "batch": 256, "mask_lr": 1e-2}
 PAPER: Mapping[str, Mapping[str, Any]] = {
     "LSTM": {**_STEPS, "beta": 3e-5, "units": 200},
     "Transformer": {**_STEPS, "beta_transformer": 1e-3, "width": 100, "inner": 200, "layers": 3, "dropout": 0.1},
@@ -59,6 +59,7 @@ class MaskScanConfig(masking.MaskConfig):
     beta: float = 1e-5  # of the LSTM
     beta_transformer: float = 3e-4
     lr_end: float = 0.05  # share of lr that is left at the end of the full training; it falls in the second half
+    mask_lr_end: float = 0.05  # and of mask_lr, at the end of every mask's
     splits: tuple[str, ...] = tuple(SPLITS)
     embedding: int = 16  # the LSTM's
     units: int = 128  # the LSTM's; the paper's: 200
@@ -76,7 +77,7 @@ class MaskScanConfig(masking.MaskConfig):
         super().__post_init__()
         if len(set(self.splits)) < len(self.splits) or not {ALL} <= set(self.splits) <= set(SPLITS):
             raise StudyError(f"splits: expected {ALL} and others of {', '.join(SPLITS)}, got {self.splits}")
-        for name in ("forcing", "lr_end", "dropout"):
+        for name in ("forcing", "lr_end", "mask_lr_end", "dropout"):
             if not 0 <= getattr(self, name) <= 1:
                 raise StudyError(f"{name}: expected a share, got {getattr(self, name)}")
 
@@ -115,9 +116,12 @@ class MaskScanTrial(masking.MaskTrial):
         return SequenceTransformer(*words, config.width, config.inner, config.heads, config.layers, config.dropout)
 
     def chunk(self) -> Tensor:
-        if self.step < self.config.steps:
-            left = min(1.0, 2 * (1 - self.step / self.config.steps))
-            self.optimizer.param_groups[0]["lr"] = self.config.lr * (self.config.lr_end * (1 - left) + left)
+        config, stage = self.config, self.extra["stage"]
+        if stage == self.stage_at(self.step):  # else a new optimiser is due, which begins with the whole rate
+            rate, end = (config.lr, config.lr_end) if self.task is None else (config.mask_lr, config.mask_lr_end)
+            before = sum(map(self.steps_of, self.stages[:stage]))
+            left = min(1.0, 2 * (1 - (self.step - before) / self.steps_of(self.task)))
+            self.optimizer.param_groups[0]["lr"] = rate * (end * (1 - left) + left)
         return super().chunk()
 
     @property
