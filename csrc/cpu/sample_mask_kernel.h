@@ -85,10 +85,11 @@ FASTMOD_INLINE Vec<float> unfused(Vec<float> product) {
   return product;
 }
 
-// exp(-|l|), but not below exp(-32)
-FASTMOD_INLINE Vec<float> capped_decay(Vec<float> logit) {
+// exp(-|l|), by the formula of mask_constants.h up to |l| = 32. Beyond, where it does not matter to the masks any more
+// (none of their words is off, or all), this goes on down to 0, for the gradient.
+FASTMOD_INLINE Vec<float> mask_decay(Vec<float> logit) {
   Vec<float> d = logit < 0.0f ? -logit : logit;
-  d = d > mask::kCap ? splat(mask::kCap) : d;
+  d = d > 105.0f ? splat(105.0f) : d;
   const IntVec n = __builtin_convertvector(unfused(d * mask::kLog2e) + 0.5f, IntVec);
   const Vec<float> whole = __builtin_convertvector(n, Vec<float>);
   const Vec<float> x = (whole * mask::kLn2High - d) + whole * mask::kLn2Low;
@@ -96,7 +97,12 @@ FASTMOD_INLINE Vec<float> capped_decay(Vec<float> logit) {
   for (int i = 1; i < 6; ++i) p = unfused(p * x) + mask::kExp[i];
   const Vec<float> square = unfused(x * x);
   p = (unfused(p * square) + x) + 1.0f;
-  return p * (Vec<float>)((127 - n) << 23);
+#if FASTMOD_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_scalef_ps((__m512)p, (__m512)-whole);
+#else
+  const IntVec half = n >> 1;  // two factors, so that neither leaves the range of normal numbers
+  return p * (Vec<float>)((127 - half) << 23) * (Vec<float>)((127 - (n - half)) << 23);
+#endif
 }
 
 // 2^23, all words, if the logit is NaN
@@ -114,23 +120,13 @@ FASTMOD_INLINE bool any(IntVec v) {
   return found != 0;
 }
 
-template <typename T>
-FASTMOD_INLINE void exact_decays(const T* logits, int64_t count, T* decay) {
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    const int64_t lanes = std::min<int64_t>(kLanes<T>, count - i);
-    const Vec<T> logit = load_first(logits + i, lanes);
-    store_first(decay + i, vexp<true>(logit < T(0) ? logit : -logit), lanes);
-  }
-}
-
 // Per weight, if asked for: how many words switch it off, and what the gradient needs, exp(-|l|). Returns whether a
 // logit is NaN.
 inline bool prepare_masks(const float* logits, int64_t count, int32_t* off, float* decay) {
-  IntVec nans{}, beyond{};
+  IntVec nans{};
   const auto take = [&](Vec<float> logit, int64_t i, int64_t lanes) FASTMOD_INLINE_LAMBDA {
-    const Vec<float> a = capped_decay(logit);
+    const Vec<float> a = mask_decay(logit);
     nans |= logit != logit;
-    beyond |= (logit > mask::kCap) | (logit < -mask::kCap);
     if (off) {
       const IntVec words = words_off(logit, a);
       std::memcpy(off + i, &words, lanes * sizeof(int32_t));
@@ -140,7 +136,6 @@ inline bool prepare_masks(const float* logits, int64_t count, int32_t* off, floa
   int64_t i = 0;
   for (; i + kLanes<float> <= count; i += kLanes<float>) take(load(logits + i), i, kLanes<float>);
   if (i < count) take(load_first(logits + i, count - i), i, count - i);
-  if (decay && any(beyond)) exact_decays(logits, count, decay);
   return any(nans);
 }
 
@@ -152,7 +147,11 @@ inline bool prepare_masks(const double* logits, int64_t count, int32_t* off, dou
     for (int64_t i = 0; i < some; ++i) narrow[i] = float(logits[at + i]);
     has_nan |= prepare_masks(narrow, some, off ? off + at : nullptr, nullptr);
   }
-  if (decay) exact_decays(logits, count, decay);
+  for (int64_t i = 0; decay && i < count; i += kLanes<double>) {
+    const int64_t lanes = std::min<int64_t>(kLanes<double>, count - i);
+    const Vec<double> logit = load_first(logits + i, lanes);
+    store_first(decay + i, vexp<true>(logit < 0.0 ? logit : -logit), lanes);
+  }
   return has_nan;
 }
 

@@ -51,12 +51,12 @@ PAPER: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True)
 class MaskScanConfig(masking.MaskConfig):
     steps: int = 4000
-    mask_steps: int = 2000
+    mask_steps: int = 800
     batch: int = 128
     clip: float = 5.0
     evaluate_every: int = 1000
     mask_lr: float = 2e-2  # of fewer steps than the paper's, so each is longer
-    beta: float = 1e-5  # of the LSTM
+    beta: float = 3e-5  # of the LSTM
     beta_transformer: float = 3e-4
     lr_end: float = 0.05  # share of lr that is left at the end of the full training; it falls in the second half
     mask_lr_end: float = 0.05  # and of mask_lr, at the end of every mask's
@@ -64,7 +64,7 @@ class MaskScanConfig(masking.MaskConfig):
     embedding: int = 16  # the LSTM's
     units: int = 128  # the LSTM's; the paper's: 200
     lstm_layers: int = 2
-    forcing: float = 0.5  # share of the batches in which the LSTM is shown the right words before
+    forcing: float = 1.0  # share of the batches in which the LSTM is shown the right words before
     width: int = 64  # the Transformer's; the paper's: 100
     inner: int = 128  # 200
     heads: int = 4
