@@ -27,6 +27,7 @@ ROWS = 2500  # evaluated at once
 @dataclass(frozen=True)
 class ArithmeticConfig(MaskConfig):
     mask_lr: float = 5e-2  # with fewer steps the paper's 20,000 at 1e-2
+    mask_lr_end: float = 0.02
     hidden: tuple[int, ...] | None = None  # sizes of the FNN's hidden layers; none: those of the model's name
     units: int = 256  # of the LSTM
     time_steps: int = 3  # of the LSTM, for what it sees at a time

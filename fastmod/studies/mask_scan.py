@@ -59,7 +59,7 @@ class MaskScanConfig(masking.MaskConfig):
     beta: float = 3e-5  # of the LSTM
     beta_transformer: float = 3e-4
     lr_end: float = 0.05  # share of lr that is left at the end of the full training; it falls in the second half
-    mask_lr_end: float = 0.05  # and of mask_lr, at the end of every mask's
+    mask_lr_end: float = 0.05
     splits: tuple[str, ...] = tuple(SPLITS)
     embedding: int = 16  # the LSTM's
     units: int = 128  # the LSTM's; the paper's: 200
@@ -77,7 +77,7 @@ class MaskScanConfig(masking.MaskConfig):
         super().__post_init__()
         if len(set(self.splits)) < len(self.splits) or not {ALL} <= set(self.splits) <= set(SPLITS):
             raise StudyError(f"splits: expected {ALL} and others of {', '.join(SPLITS)}, got {self.splits}")
-        for name in ("forcing", "lr_end", "mask_lr_end", "dropout"):
+        for name in ("forcing", "lr_end", "dropout"):
             if not 0 <= getattr(self, name) <= 1:
                 raise StudyError(f"{name}: expected a share, got {getattr(self, name)}")
 
@@ -116,12 +116,8 @@ class MaskScanTrial(masking.MaskTrial):
         return SequenceTransformer(*words, config.width, config.inner, config.heads, config.layers, config.dropout)
 
     def chunk(self) -> Tensor:
-        config, stage = self.config, self.extra["stage"]
-        if stage == self.stage_at(self.step):  # else a new optimiser is due, which begins with the whole rate
-            rate, end = (config.lr, config.lr_end) if self.task is None else (config.mask_lr, config.mask_lr_end)
-            before = sum(map(self.steps_of, self.stages[:stage]))
-            left = min(1.0, 2 * (1 - (self.step - before) / self.steps_of(self.task)))
-            self.optimizer.param_groups[0]["lr"] = rate * (end * (1 - left) + left)
+        if self.step < self.config.steps:
+            self.optimizer.param_groups[0]["lr"] = self.config.lr * self.share_left(self.config.lr_end)
         return super().chunk()
 
     @property

@@ -39,6 +39,9 @@ class MaskConfig(Config):
     evaluate_every: int = 1000
     mask_steps: int = 20_000
     mask_lr: float = 1e-2
+    mask_lr_end: float = (
+        1.0  # share of mask_lr that is left at the end of every mask's training; it falls in the second half
+    )
     beta: float = 1e-4  # the loss gets beta / batch * sum of the logits
     samples: int = 4  # masks per batch
     mask_init: float = 2.0  # logits to begin with: kept with probability 0.88
@@ -49,6 +52,8 @@ class MaskConfig(Config):
             raise StudyError(f"mask_steps: expected a multiple of chunk = {self.chunk}, got {self.mask_steps}")
         if not self.mask_lr > 0:
             raise StudyError(f"mask_lr: expected more than 0, got {self.mask_lr}")
+        if not 0 <= self.mask_lr_end <= 1:
+            raise StudyError(f"mask_lr_end: expected a share, got {self.mask_lr_end}")
         if not 0 <= self.beta < math.inf:
             raise StudyError(f"beta: expected 0 or more, got {self.beta}")
         if not math.isfinite(self.mask_init):
@@ -141,7 +146,17 @@ class MaskTrial(Trial):
             self.extra["stage"] += 1
             self.next_stage()
             self._set_up(self.extra["stage"])
+        if self.task is not None:
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * self.share_left(self.config.mask_lr_end)
         return super().chunk()
+
+    def share_left(self, end: float) -> float:
+        """Of a learning rate that falls to the share ``end`` in the second half of a stage."""
+        stage = self.extra["stage"]
+        done = self.step - sum(map(self.steps_of, self.stages[:stage]))
+        left = min(1.0, 2 * (1 - done / self.steps_of(self.stages[stage])))
+        return end * (1 - left) + left
 
     def next_stage(self) -> None:
         """Between two stages, the last one's mask being kept: where weights may change."""
@@ -154,6 +169,7 @@ class MaskTrial(Trial):
         self.masked.to(self.device)
         self.begin_mask(task)
         self.optimizer = self.optimizer_of(self.masked)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def _keep_mask(self) -> None:
         if self.task is not None:
