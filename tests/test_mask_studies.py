@@ -303,6 +303,7 @@ def test_new_weights_may_begin_unlikely(images: Path) -> None:
     ("settings", "word"),
     [
         ({"mask_steps": 75}, "mask_steps"), ({"mask_steps": 0}, "mask_steps"), ({"mask_lr": 0}, "mask_lr"),
+        ({"mask_lr_end": 2.0}, "mask_lr_end"),
         ({"beta": "nan"}, "beta"), ({"mask_init": "inf"}, "mask_init"), ({"samples": 3}, "samples"),
         ({"samples": 0}, "samples"), ({"units": 0}, "units"), ({"hidden": "4,0"}, "hidden"),
     ],
