@@ -272,7 +272,7 @@ def test_bpmnist_removes_a_digit_from_each_test_permutation() -> None:
 def test_bpmnist_blocks_are_permuted_as_the_task_says() -> None:
     trial = bpmnist_trial()
     task = torch.arange(8)
-    blocks = trial.train_blocks[trial.places(torch.arange(8), task)]
+    blocks = trial.train_blocks[bpmnist.places_of(torch.arange(8), task)]
     for number, order in enumerate(bpmnist.PERMUTATIONS):
         assert (100 * blocks[number, :4, 0] % 10).round().tolist() == list(order)
         assert blocks[number, 4].argmax() == number and blocks[number, 4].sum() == 1

@@ -78,6 +78,13 @@ def _as_blocks(images: Tensor) -> Tensor:
     return torch.cat([torch.eye(len(PERMUTATIONS), BLOCK), images.reshape(-1, BLOCK).float().div_(255)])
 
 
+def places_of(image: Tensor, task: Tensor) -> Tensor:
+    """``image, task [...]`` -> where the permuted blocks and the task's block lie among ``_images``, ``[..., 5]``."""
+    first = torch.tensor([[*(8 + block for block in order), task] for task, order in enumerate(PERMUTATIONS)])
+    apart = torch.tensor([4, 4, 4, 4, 0])
+    return first.to(task.device)[task] + image.unsqueeze(-1) * apart.to(image.device)
+
+
 class BPMNISTTrial(Trial):
     config: BPMNISTConfig
 
@@ -88,10 +95,6 @@ class BPMNISTTrial(Trial):
         images = _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
         self.train_blocks, self.train_labels, self.test_blocks, self.test_labels = (t.to(device) for t in images)
         self.permutations = torch.tensor(PERMUTATIONS, device=device)
-        self.first_places = torch.tensor([[*(8 + b for b in p), task] for task, p in enumerate(PERMUTATIONS)]).to(
-            device
-        )
-        self.places_apart = torch.tensor([4, 4, 4, 4, 0], device=device)
 
     def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Places of the blocks ``[chunk, B, 5]``, labels and tasks ``[chunk, B]``: the blocks are read step by step."""
@@ -102,11 +105,7 @@ class BPMNISTTrial(Trial):
         removed = torch.tensor([-1, -1, -1, -1, *REMOVED], device=self.device)
         labels = self.train_labels[image]
         task = torch.where(labels == removed[task], task - 4, task)
-        return self.places(image, task), labels, task
-
-    def places(self, image: Tensor, task: Tensor) -> Tensor:
-        """``image, task [...]`` -> where the permuted blocks and the task's block lie, ``[..., 5]``."""
-        return self.first_places[task] + image.unsqueeze(-1) * self.places_apart
+        return places_of(image, task), labels, task
 
     def loss(self, places: Tensor, labels: Tensor, task: Tensor) -> Tensor:  # type: ignore[override]
         blocks = F.embedding(places, self.train_blocks)
@@ -136,7 +135,7 @@ class BPMNISTTrial(Trial):
             right = []
             weights = []
             for image in torch.arange(len(labels), device=self.device).split(1000):
-                places = self.places(image, torch.full_like(image, number))
+                places = places_of(image, torch.full_like(image, number))
                 scores = self.model(F.embedding(places, self.test_blocks))[:, 0, :CLASSES]
                 right.append(scores.argmax(-1) == labels[image])
                 if isinstance(self.model, SMFR):
@@ -230,9 +229,9 @@ class BPMNIST(Study):
         return figures
 
     def examples(self, config: BPMNISTConfig, device: torch.device) -> dict[str, Tensor]:
-        images = _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))[2][:256].to(device)
-        found = {}
-        for number, order in enumerate(PERMUTATIONS):
-            task = torch.eye(len(PERMUTATIONS), BLOCK, device=device)[number].expand(len(images), 1, BLOCK)
-            found[f"order {order}"] = torch.cat([images[:, list(order)], task], 1)
-        return found
+        _, _, blocks, labels = _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
+        image = torch.arange(min(256, len(labels)))
+        return {
+            f"order {order}": blocks[places_of(image, torch.full_like(image, number))].to(device)
+            for number, order in enumerate(PERMUTATIONS)
+        }

@@ -103,9 +103,11 @@ class RunFolder:
         return self.checkpoints / f"{key}.pt"
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """One write call per line, so that several jobs can share the file."""
+        """Several jobs can share the file: each waits for the other's line to be whole."""
         handle = os.open(self.metrics_file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX)  # until the handle is closed
             content = (json.dumps(line) + "\n").encode()
             if os.lseek(handle, 0, os.SEEK_END):
                 os.lseek(handle, -1, os.SEEK_END)
