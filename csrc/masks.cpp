@@ -1,8 +1,8 @@
 // Schemas, autograd and autocast of the weight-mask ops, as ops.cpp does it for the others.
 //
 // Every backend has kernels for sample_mask. masked_linear has kernels of its own on the CPU, for batches that are not
-// large; elsewhere it, and masked_conv2d everywhere, goes sample by sample: one masked copy of the weight at a time, multiplied or convolved by
-// torch's own libraries, with the gradient of the logits summed up as the samples pass.
+// large; elsewhere it, and masked_conv2d everywhere, goes sample by sample: one masked copy of the weight at a time,
+// multiplied or convolved by torch's own libraries, with the gradient of the logits summed up as the samples pass.
 #include <ATen/Functions.h>
 
 #include <array>

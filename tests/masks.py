@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -101,6 +102,13 @@ def assert_message(case: Wrong, backend: str) -> None:
         call()
 
 
+def _told(name: str, error: type[Exception], value: object) -> str:
+    """A message names the argument, what was expected, and the value, or its type where that is wrong."""
+    if error is ValueError:
+        return f"{name}.*expected.*{re.escape(str(value))}"
+    return f"{name}.*expected.*{'int' if name == 'samples' else 'float'}.*{type(value).__name__}"
+
+
 def wrong_numbers(call: Callable[..., object], good: int = 2) -> dict[str, Wrong]:
     """Samples, temperatures and seeds that every mask op refuses alike; ``call(samples, **options)``."""
     samples: dict[type[Exception], Any] = {ValueError: (0, -1), TypeError: (True, 2.0, "2", None)}
@@ -116,7 +124,7 @@ def wrong_numbers(call: Callable[..., object], good: int = 2) -> dict[str, Wrong
         (2**63, ValueError, "seed.*64 bits"),
     )
     return {
-        **{f"samples {v!r}": (lambda v=v: call(v), e, "samples.*expected") for e, vs in samples.items() for v in vs},
-        **{f"tau {v!r}": (lambda v=v: call(good, tau=v), e, "tau.*expected") for e, vs in taus.items() for v in vs},
+        **{f"samples {v!r}": (lambda v=v: call(v), e, _told("samples", e, v)) for e, vs in samples.items() for v in vs},
+        **{f"tau {v!r}": (lambda v=v: call(good, tau=v), e, _told("tau", e, v)) for e, vs in taus.items() for v in vs},
         **{f"seed {v!r}": (lambda v=v: call(good, seed=v), e, m) for v, e, m in seeds},
     }

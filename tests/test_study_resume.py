@@ -435,7 +435,6 @@ def test_limit_by_the_system(tmp_path: Path, size: int) -> None:
     assert_same_end(run)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("name", ["checkpoints/FNN-s3.pt.new", "result.json.new", "figures/ood.png"])
 def test_full_device(tmp_path: Path, name: str) -> None:
     """A device that has no space left, by a link in the place of the file."""

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-import triton.language as tl  # noqa: E402
-from fastmod.kernels import gated_residual, mfnnr, multiplex, range_penalty, sample_mask  # noqa: E402
-from fastmod.kernels._common import OPTIONS, row_tile  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton
+import triton.language as tl
+from fastmod.kernels import gated_residual, mfnnr, multiplex, range_penalty, sample_mask
+from fastmod.kernels._common import OPTIONS, row_tile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

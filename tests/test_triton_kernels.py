@@ -5,7 +5,6 @@ Triton decides at import whether it interprets, so this file runs itself once mo
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -19,9 +18,6 @@ from torch import Tensor
 from fastmod import _extension, backend, noise
 from fastmod.ops import gated_residual, mfnnr, multiplex, range_penalty  # noqa: F401 - loads the submodules
 from fastmod.ops._checks import compute_dtype
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # numpy tells of every overflow in the interpreter

@@ -5,7 +5,6 @@ Triton decides at import whether it interprets, so this file runs itself once mo
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -30,9 +29,6 @@ from tests.cuda_host.checks import (
     mask_logits,
     random,
 )
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # numpy tells of every overflow in the interpreter

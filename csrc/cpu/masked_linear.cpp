@@ -8,7 +8,9 @@
 namespace fastmod::cpu {
 namespace {
 
-constexpr int64_t kUnits = 16;                    // pieces of the backward's work, by the sizes alone: as its sums are
+// Units of the backward's work, one partial sum of the gradient of x a group of rows: however many threads there are, so
+// that their number does not change a result.
+constexpr int64_t kUnits = 16;
 // With so many rows the masks cost little beside the products, at which torch's libraries are better.
 constexpr int64_t kManyRows = 256;
 constexpr int64_t kMaxPartialBytes = 32ll << 20;  // memory of the partial sums of the gradient of x

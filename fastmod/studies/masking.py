@@ -39,9 +39,7 @@ class MaskConfig(Config):
     evaluate_every: int = 1000
     mask_steps: int = 20_000
     mask_lr: float = 1e-2
-    mask_lr_end: float = (
-        1.0  # share of mask_lr that is left at the end of every mask's training; it falls in the second half
-    )
+    mask_lr_end: float = 1.0  # share of mask_lr left at the end of a mask's training; it falls in the second half
     beta: float = 1e-4  # the loss gets beta / batch * sum of the logits
     samples: int = 4  # masks per batch
     mask_init: float = 2.0  # logits to begin with: kept with probability 0.88
