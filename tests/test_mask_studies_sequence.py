@@ -353,3 +353,8 @@ def test_the_papers_sizes_are_one_setting_away(study: str) -> None:
     for model in chosen.models:
         sized = module.sized(config, model)  # type: ignore[arg-type]
         assert sized.mask_steps >= 20_000 and module.sized(chosen.defaults, model) == chosen.defaults  # type: ignore
+        assert sized.mask_lr_end == 1
+
+
+def test_scan_forces_half_of_the_batches_in_the_papers_sizes() -> None:
+    assert mask_scan.sized(changed(mask_scan.MaskScanConfig(), {"paper": "true"}), "LSTM").forcing == 0.5

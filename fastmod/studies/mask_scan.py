@@ -43,7 +43,7 @@ _ROWS = 256  # evaluated at once
 #: The paper's C.6.1.
 _STEPS = {"lr_end": 1.0, "mask_lr_end": 1.0, "steps": 25_000, "mask_steps": 25_000, "batch": 256, "mask_lr": 1e-2}
 PAPER: Mapping[str, Mapping[str, Any]] = {
-    "LSTM": {**_STEPS, "beta": 3e-5, "units": 200},
+    "LSTM": {**_STEPS, "beta": 3e-5, "units": 200, "forcing": 0.5},
     "Transformer": {**_STEPS, "beta_transformer": 1e-3, "width": 100, "inner": 200, "layers": 3, "dropout": 0.1},
 }
 
@@ -64,7 +64,7 @@ class MaskScanConfig(masking.MaskConfig):
     embedding: int = 16  # the LSTM's
     units: int = 128  # the LSTM's; the paper's: 200
     lstm_layers: int = 2
-    forcing: float = 1.0  # share of the batches in which the LSTM is shown the right words before
+    forcing: float = 1.0  # share of the batches in which the LSTM is shown the right words before; the paper's: 0.5
     width: int = 64  # the Transformer's; the paper's: 100
     inner: int = 128  # 200
     heads: int = 4
