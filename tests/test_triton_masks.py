@@ -1,13 +1,8 @@
-"""The Triton launchers of the weight masks in Triton's interpreter: masks bit for bit, gradients against fp64.
-
-Triton decides at import whether it interprets, so this file runs itself once more in a process of its own.
-"""
+"""The Triton launchers of the weight masks in Triton's interpreter: masks bit for bit, gradients against fp64."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,28 +24,12 @@ from tests.cuda_host.checks import (
     mask_logits,
     random,
 )
+from tests.interpreter import INTERPRETED, QUIET, interpreted, run_of
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# numpy tells of every overflow in the interpreter
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = QUIET
+test_in_the_interpreter = run_of(__file__)
 
-
-def interpreted(test: Callable[..., None]) -> Callable[..., None] | None:
-    """Marks a case for the interpreter's process; elsewhere it does not exist."""
-    return test if INTERPRETED else None
-
-
-if not INTERPRETED:
-
-    def test_in_the_interpreter() -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1"}
-        # From here, lest the package's sources in the working directory hide the installed package.
-        here = os.path.dirname(os.path.abspath(__file__))
-        done = subprocess.run(command, env=env, cwd=here, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-else:
+if INTERPRETED:
     import triton
     import triton.language as tl
     from fastmod.kernels import sample_mask as sample_mask_kernels
