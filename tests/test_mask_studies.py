@@ -20,7 +20,9 @@ from fastmod.studies.engine import record_of
 from fastmod.studies.mask_permuted_mnist import MaskPermutedTrial
 from fastmod.studies.masking import MaskTrial
 from fastmod.studies.study import Outcome, Record
-from tests.studies import digits, fastmod, in_process, kill, outcome, refused, ticks, without_figures
+from tests.study_commands import fastmod, in_process, refused
+from tests.study_hooks import kill, ticks, without_figures
+from tests.study_runs import digits, outcome
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {"batch": 8, "steps": 4, "chunk": 2, "evaluate_every": 2, "samples": 2, "mask_lr": 3.0}

@@ -23,7 +23,9 @@ from hypothesis import strategies as st
 from fastmod.studies import checkpoint
 from fastmod.studies.config import StudyError
 from fastmod.studies.folder import RunFolder
-from tests.studies import arguments, contents, fastmod, in_process, kill, refused, ticks, untouched, without_figures
+from tests.study_commands import fastmod, in_process, refused
+from tests.study_hooks import kill, ticks, without_figures
+from tests.study_runs import arguments, contents, untouched
 
 STATE = {
     "step": 7,

@@ -20,27 +20,21 @@ from rich.console import Console
 from fastmod.studies import registry
 from fastmod.studies.display import Display
 from fastmod.studies.engine import Progress
-from tests.studies import (
-    Finished,
+from tests.study_commands import Finished, fastmod, in_process, refused
+from tests.study_hooks import (
     Hook,
-    arguments,
-    contents,
-    digits,
-    fastmod,
     forked_jobs,
     full_disk,
-    in_process,
     inside,
     kill,
     limit_memory,
     memory,
     no_mnist_package,
-    refused,
     ticks,
     unprivileged,
-    untouched,
     without_figures,
 )
+from tests.study_runs import arguments, contents, digits, untouched
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, signals and /proc")
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fastmod.studies import registry
 from fastmod.studies.config import Config, StudyError, changed, seeds_of, settings_of
 from fastmod.studies.folder import Plan, RunFolder
-from tests.studies import limit_memory
+from tests.study_hooks import limit_memory
 
 STUDIES = registry.names()
 KEYS = sorted({field.name for name in STUDIES for field in dataclasses.fields(registry.get(name).defaults)})

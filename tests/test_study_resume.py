@@ -15,34 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.studies import (
-    ROOT,
-    SMALL,
-    Finished,
+from tests.study_commands import ROOT, Finished, cleaned_up, fastmod, group_lives, refused, start, until
+from tests.study_hooks import (
     Hook,
-    arguments,
-    cleaned_up,
-    contents,
-    fastmod,
     forked_jobs,
     full_disk,
-    group_lives,
     hold,
     hold_jobs,
     interrupt,
     kill,
     largest_file,
-    moments,
-    outcome,
     patience,
-    refused,
-    start,
-    states,
     ticks,
-    until,
-    untouched,
     without_figures,
 )
+from tests.study_runs import SMALL, arguments, contents, moments, outcome, states, untouched
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, signals and /proc")
 STUDIES = tuple(SMALL)
