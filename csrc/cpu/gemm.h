@@ -26,12 +26,13 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
                 const Epilogue<T>& epilogue) {
   constexpr int lanes = kLanes<T>;
   Vec<T> sum[kRows][kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j)
       sum[i][j] = splat(!kPlain && epilogue.bias && !epilogue.accumulate ? epilogue.bias[i] : T(0));
-  const T* a_row = a.data;
+  constexpr int kNear = 8;  // rows that one pointer reaches by offsets that registers hold
+  const T *a_row = a.data, *a_far = a.data + kNear * a.row_stride;
   for (int64_t p = 0; p < k; ++p) {
     Vec<T> right[kVectors];
 #pragma GCC unroll 4
@@ -39,16 +40,17 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       right[j] = kPartial && j == kVectors - 1 ? load_first(b + j * lanes, last) : load(b + j * lanes);
     // Down the columns of a weight every step is a new cache line, which no hardware prefetcher foresees.
     if (!kPlain) __builtin_prefetch(a_row + 8 * a.column_stride);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vec<T> left = splat(a_row[i * a.row_stride]);
+      const Vec<T> left = splat((i < kNear ? a_row : a_far)[i % kNear * a.row_stride]);
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) sum[i][j] += left * right[j];
     }
     a_row += a.column_stride;
+    a_far += a.column_stride;
     b += b_stride;
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
@@ -75,7 +77,13 @@ constexpr int kBlockVectors = FASTMOD_VECTOR_BYTES == 64 ? 4 : 2;
 // Depth of a block of B: 64 rows of 64 floats stay in the first-level cache, 64 pages of a weight in the TLB.
 constexpr int64_t kBlockDepth = 64;
 
-template <typename T, int kVectors, bool kPartial, bool kPlain, int kRows = kBlockRows>
+// In a product of few columns as many rows as it takes to keep the units busy: sums in flight hide each other's latency.
+constexpr int block_rows(int vectors) {
+  if (FASTMOD_VECTOR_BYTES != 64) return vectors == 1 && FASTMOD_VECTOR_BYTES == 32 ? 8 : kBlockRows;
+  return vectors == 1 ? 16 : vectors == 2 ? 8 : kBlockRows;
+}
+
+template <typename T, int kVectors, bool kPartial, bool kPlain, int kRows = kPlain ? block_rows(kVectors) : kBlockRows>
 FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
                               int64_t c_stride, int64_t last, Epilogue<T> epilogue) {
   while (rows >= kRows) {

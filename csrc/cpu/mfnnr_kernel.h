@@ -85,7 +85,7 @@ void mfnnr_forward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
   into_tile<kTile>(args.x + first * s.m * s.d, count, s.m * s.d, scratch.x);
   fnn_forward<T>(args.route, args.route_layers, columns, scratch.x, s.m * s.d, nullptr, tile);
   const T* logits = tile + args.route[args.route_layers - 1].row * kTile;
-  const T* weights = route_weights<kTile>(s, args.routing, first, count, logits, RoutingScratch<T, kTile>(s, scratch.routing));
+  const Weights<T> weights = route_weights<kTile>(s, args.routing, first, count, logits, RoutingScratch<T, kTile>(s, scratch.routing));
   T* routed = tile + args.routed_row * kTile;
   multiplex_tile<kTile>(s, count, scratch.x, weights, routed);
   fnn_forward<T>(args.update, args.update_layers, columns, routed, s.n * s.d, scratch.x, tile);
@@ -166,9 +166,9 @@ void mfnnr_backward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
 
   // Multiplexer and route FNN.
   into_tile<kTile>(args.x + first * inputs, count, inputs, scratch.x);
-  const T* weights = route_weights<kTile>(s, args.routing, first, count, logits, routing);
+  const Weights<T> weights = route_weights<kTile>(s, args.routing, first, count, logits, routing);
   T* grad_logits = grads + route_last.grad_row * kTile;
-  args.grad_tau[index] = multiplex_tile_backward<kTile>(s, args.routing, count, scratch.x, blocks, weights, routing,
+  args.grad_tau[index] = multiplex_tile_backward<kTile>(s, args.routing, count, scratch.x, blocks, weights,
                                                  grad_logits, grad_x, through_context, args.need_tau);
   if (penalise) add_penalty_grad(logits, s.m * s.n, columns, args.threshold, args.grad_penalty, grad_logits);
   fnn_backward(args.route, args.route_layers, columns, tile, grads);

@@ -86,13 +86,19 @@ FASTMOD_INLINE Vec<T> add_gumbel(Vec<T> value, Vec<T> uniform) {
 // Softmax over m entries `step` apart, a vector at a time; `hard` gets the weights of a straight-through forward.
 template <bool pick, typename T>
 FASTMOD_INLINE void softmax_column(int64_t m, int64_t step, const T* z, T* soft, T* hard) {
-  Vec<T> top = load(z);
-  Vec<T> where{};
-  for (int64_t i = 1; i < m; ++i) {
-    const Vec<T> value = load(z + i * step);
-    if (pick) where = value > top ? splat(T(i)) : where;
+  Vec<T> top = load(z), other = top, where{};
+  int64_t next = 1;
+  if (!pick)
+    for (; next + 1 < m; next += 2) {  // two at a time, which do not wait for one another
+      top = maximum<T>(top, load(z + next * step));
+      other = maximum<T>(other, load(z + (next + 1) * step));
+    }
+  for (; next < m; ++next) {
+    const Vec<T> value = load(z + next * step);
+    if (pick) where = value > top ? splat(T(next)) : where;
     top = maximum<T>(top, value);
   }
+  if (!pick) top = maximum<T>(top, other);
   Vec<T> sum{};
   for (int64_t i = 0; i < m; ++i) {
     const Vec<T> e = vexp<true>(load(z + i * step) - top);
@@ -132,6 +138,12 @@ FASTMOD_INLINE double sum_first(Vec<T> v, int64_t count) {
   return total;
 }
 
+// Logits with noise and temperature, their softmax, and the weights that the forward uses.
+template <typename T>
+struct Weights {
+  const T *z, *soft, *used;
+};
+
 // ---- on a batch-last tile of kWidth elements: a vector holds one logit of many of them
 
 // Scratch of the routing of one tile, all [M*N, kWidth].
@@ -143,10 +155,9 @@ struct RoutingScratch {
       : z(scratch), soft(scratch + s.m * s.n * kWidth), hard(scratch + 2 * s.m * s.n * kWidth) {}
 };
 
-// Weights of a tile; returns those that the forward uses.
 template <int kWidth, typename T>
-const T* route_weights(const BlockSizes& s, const Routing& routing, int64_t first, int64_t count, const T* logits,
-                       const RoutingScratch<T, kWidth>& scratch) {
+Weights<T> route_weights(const BlockSizes& s, const Routing& routing, int64_t first, int64_t count, const T* logits,
+                         const RoutingScratch<T, kWidth>& scratch) {
   const bool pick = routing.mode != Mode::kSoftmax, gumbel = routing.mode == Mode::kGumbel;
   const int64_t entries = s.m * s.n;
   if (gumbel) {  // `soft` holds the noise until the weights take its place
@@ -155,42 +166,44 @@ const T* route_weights(const BlockSizes& s, const Routing& routing, int64_t firs
       uniforms(routing.seed, uint64_t(first + column) * uint64_t(entries), entries, scratch.soft + column, kWidth);
   }
   const T inverse_tau = T(1) / T(routing.tau);
-  for (int64_t i = 0; i < entries; ++i)
+  const bool as_they_are = !gumbel && inverse_tau == T(1);
+  const T* z = as_they_are ? logits : scratch.z;
+  for (int64_t i = 0; i < entries && !as_they_are; ++i)
     for (int64_t at = i * kWidth; at < i * kWidth + count; at += kLanes<T>) {
       const Vec<T> value = load(logits + at);
       store(scratch.z + at, (gumbel ? add_gumbel<T>(value, load(scratch.soft + at)) : value) * inverse_tau);
     }
   for (int64_t at = 0; at < count; at += kLanes<T>)
     for (int64_t e = at; e < s.n * kWidth + at; e += kWidth)
-      if (pick) softmax_column<true>(s.m, s.n * kWidth, scratch.z + e, scratch.soft + e, scratch.hard + e);
-      else softmax_column<false>(s.m, s.n * kWidth, scratch.z + e, scratch.soft + e, scratch.hard + e);
-  return pick ? scratch.hard : scratch.soft;
+      if (pick) softmax_column<true>(s.m, s.n * kWidth, z + e, scratch.soft + e, scratch.hard + e);
+      else softmax_column<false>(s.m, s.n * kWidth, z + e, scratch.soft + e, scratch.hard + e);
+  return {z, scratch.soft, pick ? scratch.hard : scratch.soft};
 }
 
 // routed [N*D] from blocks [M*D] and weights [M*N], tiles all
 template <int kWidth, typename T>
-void multiplex_tile(const BlockSizes& s, int64_t count, const T* blocks, const T* weights, T* routed) {
+void multiplex_tile(const BlockSizes& s, int64_t count, const T* blocks, const Weights<T>& weights, T* routed) {
   for (int64_t at = 0; at < count; at += kLanes<T>)
-    lane_gemm<T>(s.n, s.d, s.m, {weights + at, kWidth, s.n * kWidth}, {blocks + at, s.d * kWidth, kWidth},
+    lane_gemm<T>(s.n, s.d, s.m, {weights.used + at, kWidth, s.n * kWidth}, {blocks + at, s.d * kWidth, kWidth},
                  {routed + at, s.d * kWidth, kWidth}, false);
 }
 
 // From the gradient of routed: writes grad_logits, writes or adds to grad_blocks (may be null); returns that of tau.
 template <int kWidth, typename T>
 double multiplex_tile_backward(const BlockSizes& s, const Routing& routing, int64_t count, const T* blocks,
-                               const T* grad_routed, const T* weights, const RoutingScratch<T, kWidth>& scratch,
-                               T* grad_logits, T* grad_blocks, bool accumulate, bool need_tau) {
+                               const T* grad_routed, const Weights<T>& weights, T* grad_logits,
+                               T* grad_blocks, bool accumulate, bool need_tau) {
   const T inverse_tau = T(1) / T(routing.tau);
   double grad_tau = 0;
   for (int64_t at = 0; at < count; at += kLanes<T>) {
     lane_gemm<T>(s.m, s.n, s.d, {blocks + at, s.d * kWidth, kWidth}, {grad_routed + at, kWidth, s.d * kWidth},
                  {grad_logits + at, s.n * kWidth, kWidth}, false);
     if (grad_blocks)
-      lane_gemm<T>(s.m, s.d, s.n, {weights + at, s.n * kWidth, kWidth}, {grad_routed + at, s.d * kWidth, kWidth},
+      lane_gemm<T>(s.m, s.d, s.n, {weights.used + at, s.n * kWidth, kWidth}, {grad_routed + at, s.d * kWidth, kWidth},
                    {grad_blocks + at, s.d * kWidth, kWidth}, accumulate);
     for (int64_t e = at; e < s.n * kWidth + at; e += kWidth) {
-      const Vec<T> along_tau = softmax_column_backward(s.m, s.n * kWidth, inverse_tau, need_tau, scratch.z + e,
-                                                       scratch.soft + e, grad_logits + e);
+      const Vec<T> along_tau = softmax_column_backward(s.m, s.n * kWidth, inverse_tau, need_tau, weights.z + e,
+                                                       weights.soft + e, grad_logits + e);
       if (need_tau) grad_tau += sum_first<T>(along_tau, count - at);
     }
   }
@@ -221,16 +234,18 @@ struct ElementScratch {
   }
 };
 
-// Weights [M, N padded] of one batch element; returns those that the forward uses.
+// Weights [M, N padded] of one batch element.
 template <typename T>
-FASTMOD_INLINE const T* element_weights(const MultiplexArgs<T>& args, int64_t element, const ElementScratch<T>& scratch) {
+FASTMOD_INLINE Weights<T> element_weights(const MultiplexArgs<T>& args, int64_t element, const ElementScratch<T>& scratch) {
   constexpr int lanes = kLanes<T>;
   const BlockSizes& s = args.size;
   const bool pick = args.routing.mode != Mode::kSoftmax, gumbel = args.routing.mode == Mode::kGumbel;
   const T* logits = args.logits + element * s.m * s.n;
   const T inverse_tau = T(1) / T(args.routing.tau);
   if (gumbel) uniforms(args.routing.seed, uint64_t(element) * uint64_t(s.m * s.n), s.m * s.n, scratch.noise, 1);
-  for (int64_t i = 0; i < s.m; ++i)
+  const bool as_they_are = !gumbel && inverse_tau == T(1) && s.n == scratch.width;
+  const T* z = as_they_are ? logits : scratch.z;
+  for (int64_t i = 0; i < s.m && !as_they_are; ++i)
     for (int64_t j = 0; j < s.n; j += lanes) {
       const int64_t count = std::min<int64_t>(lanes, s.n - j);
       Vec<T> value = load_first(logits + i * s.n + j, count);
@@ -241,9 +256,9 @@ FASTMOD_INLINE const T* element_weights(const MultiplexArgs<T>& args, int64_t el
       store(scratch.z + i * scratch.width + j, value * inverse_tau);
     }
   for (int64_t j = 0; j < s.n; j += lanes)
-    if (pick) softmax_column<true>(s.m, scratch.width, scratch.z + j, scratch.soft + j, scratch.hard + j);
-    else softmax_column<false>(s.m, scratch.width, scratch.z + j, scratch.soft + j, scratch.hard + j);
-  return pick ? scratch.hard : scratch.soft;
+    if (pick) softmax_column<true>(s.m, scratch.width, z + j, scratch.soft + j, scratch.hard + j);
+    else softmax_column<false>(s.m, scratch.width, z + j, scratch.soft + j, scratch.hard + j);
+  return {z, scratch.soft, pick ? scratch.hard : scratch.soft};
 }
 
 template <typename T>
@@ -253,12 +268,12 @@ void elements_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, 
   for (int64_t element = begin; element < end; ++element) {
     const bool more = element + 1 < end;
     if (more) prefetch<0>(args.blocks + (element + 1) * s.m * s.d, s.m * s.d);
-    const T* weights = element_weights(args, element, scratch);
+    const Weights<T> weights = element_weights(args, element, scratch);
     if (more) {
       prefetch<0>(args.logits + (element + 1) * s.m * s.n, s.m * s.n);
       prefetch<1>(args.out + (element + 1) * s.n * s.d, s.n * s.d);
     }
-    small_gemm<T>(s.n, s.d, s.m, {weights, 1, scratch.width}, args.blocks + element * s.m * s.d, s.d,
+    small_gemm<T>(s.n, s.d, s.m, {weights.used, 1, scratch.width}, args.blocks + element * s.m * s.d, s.d,
                   args.out + element * s.n * s.d, s.d);
   }
 }
@@ -277,9 +292,9 @@ double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t en
     const T *blocks = args.blocks + element * s.m * s.d, *grad = args.grad + element * s.n * s.d;
     const bool more = element + 1 < end;
     if (more) prefetch<0>(grad + s.n * s.d, s.n * s.d);
-    const T* weights = element_weights(args, element, scratch);
+    const Weights<T> weights = element_weights(args, element, scratch);
     if (more) prefetch<0>(blocks + s.m * s.d, s.m * s.d);
-    small_gemm<T>(s.m, s.d, s.n, {weights, scratch.width, 1}, grad, s.d, args.grad_blocks + element * s.m * s.d, s.d);
+    small_gemm<T>(s.m, s.d, s.n, {weights.used, scratch.width, 1}, grad, s.d, args.grad_blocks + element * s.m * s.d, s.d);
     if (more) prefetch<1>(args.grad_blocks + (element + 1) * s.m * s.d, s.m * s.d);
     if (by_dots) {
       dots<T>(s.m, s.n, s.d, blocks, s.d, grad, s.d, scratch.grad, scratch.width);
@@ -293,8 +308,8 @@ double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t en
       prefetch<1>(args.grad_logits + (element + 1) * s.m * s.n, s.m * s.n);
     }
     for (int64_t j = 0; j < s.n; j += lanes) {
-      const Vec<T> along_tau = softmax_column_backward(s.m, scratch.width, inverse_tau, args.need_tau, scratch.z + j,
-                                                       scratch.soft + j, scratch.grad + j);
+      const Vec<T> along_tau = softmax_column_backward(s.m, scratch.width, inverse_tau, args.need_tau, weights.z + j,
+                                                       weights.soft + j, scratch.grad + j);
       if (args.need_tau) grad_tau += sum_first<T>(along_tau, s.n - j);
       for (int64_t i = 0; i < s.m; ++i)
         store_first(args.grad_logits + (element * s.m + i) * s.n + j, load(scratch.grad + i * scratch.width + j),
@@ -322,8 +337,8 @@ struct NarrowTile {
     grad_blocks = blocks + s.m * s.d * width;
     routed = grad_blocks + s.m * s.d * width;
   }
-  // Loads the inputs of `count` elements; returns the weights of the forward.
-  const T* load(const MultiplexArgs<T>& args, int64_t first, int64_t count) const {
+  // Loads the inputs of `count` elements.
+  Weights<T> load(const MultiplexArgs<T>& args, int64_t first, int64_t count) const {
     const BlockSizes& s = args.size;
     into_tile<width>(args.logits + first * s.m * s.n, count, s.m * s.n, logits);
     into_tile<width>(args.blocks + first * s.m * s.d, count, s.m * s.d, blocks);
@@ -344,7 +359,7 @@ void multiplex_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end,
   const NarrowTile<T> tile(s, memory);
   for (int64_t first = begin; first < end; first += width) {
     const int64_t count = std::min<int64_t>(width, end - first);
-    const T* weights = tile.load(args, first, count);
+    const Weights<T> weights = tile.load(args, first, count);
     multiplex_tile<width>(s, count, static_cast<const T*>(tile.blocks), weights, tile.routed);
     from_tile<width>(tile.routed, count, s.n * s.d, args.out + first * s.n * s.d);
   }
@@ -360,9 +375,9 @@ double multiplex_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t e
   for (int64_t first = begin; first < end; first += width) {
     const int64_t count = std::min<int64_t>(width, end - first);
     into_tile<width>(args.grad + first * s.n * s.d, count, s.n * s.d, tile.routed);
-    const T* weights = tile.load(args, first, count);
+    const Weights<T> weights = tile.load(args, first, count);
     grad_tau += multiplex_tile_backward<width>(s, args.routing, count, static_cast<const T*>(tile.blocks),
-                                               static_cast<const T*>(tile.routed), weights, tile.routing,
+                                               static_cast<const T*>(tile.routed), weights,
                                                tile.grad_logits, tile.grad_blocks, false, args.need_tau);
     from_tile<width>(tile.grad_logits, count, s.m * s.n, args.grad_logits + first * s.m * s.n);
     from_tile<width>(tile.grad_blocks, count, s.m * s.d, args.grad_blocks + first * s.m * s.d);

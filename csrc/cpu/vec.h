@@ -59,7 +59,13 @@ FASTMOD_INLINE void store_first(T* p, Vec<T> v, int64_t count) {
 
 template <typename T>
 FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {  // b where it is larger, a NaN in a stays
+#if FASTMOD_VECTOR_BYTES == 64
+  // What the instruction does; of the comparison the compiler makes two.
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_max_ps((__m512)b, (__m512)a);
+  else return (Vec<T>)_mm512_max_pd((__m512d)b, (__m512d)a);
+#else
   return b > a ? b : a;
+#endif
 }
 
 // Sum of all lanes, by halves.
@@ -91,7 +97,7 @@ FASTMOD_INLINE Vec<double> reciprocal(Vec<double> v) { return 1.0 / v; }
 template <bool kNegative = false>
 FASTMOD_INLINE Vec<float> vexp(Vec<float> x) {
   const Vec<float> low = splat(-105.0f), high = splat(89.0f);
-  x = x < low ? low : x;
+  x = maximum<float>(x, low);
   if (!kNegative) x = x > high ? high : x;
   const Vec<float> shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec<float> n = (x * 1.44269504088896341f + shifter) - shifter;
