@@ -19,11 +19,20 @@ struct Epilogue {
 template <typename T>
 constexpr T kSlope = T(0.01);
 
+// What a plain product asks for while it computes, a cache line of each at every step: all at once would wait for one
+// another. Moves on as it goes, past the end if it has more steps than there are lines.
+template <typename T>
+struct Ahead {
+  static constexpr int64_t kLine = 64 / sizeof(T);
+  const T* read;
+  const T* write;
+};
+
 // C[kRows, kVectors vectors] from A[kRows, k] and B[k, ...]; the last vector of C and B holds `last` columns, fewer
 // than a vector has only if kPartial. kPlain: no epilogue, which in a product of a few blocks costs more than the sums.
 template <typename T, int kRows, int kVectors, bool kPartial, bool kPlain>
 void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int64_t c_stride, int64_t last,
-                const Epilogue<T>& epilogue) {
+                const Epilogue<T>& epilogue, Ahead<T>* ahead) {
   constexpr int lanes = kLanes<T>;
   Vec<T> sum[kRows][kVectors];
 #pragma GCC unroll 16
@@ -33,13 +42,22 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       sum[i][j] = splat(!kPlain && epilogue.bias && !epilogue.accumulate ? epilogue.bias[i] : T(0));
   constexpr int kNear = 8;  // rows that one pointer reaches by offsets that registers hold
   const T *a_row = a.data, *a_far = a.data + kNear * a.row_stride;
+  Ahead<T> next{};
+  if (kPlain) next = *ahead;
   for (int64_t p = 0; p < k; ++p) {
     Vec<T> right[kVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j)
       right[j] = kPartial && j == kVectors - 1 ? load_first(b + j * lanes, last) : load(b + j * lanes);
-    // Down the columns of a weight every step is a new cache line, which no hardware prefetcher foresees.
-    if (!kPlain) __builtin_prefetch(a_row + 8 * a.column_stride);
+    if (kPlain) {
+      __builtin_prefetch(next.read);
+      __builtin_prefetch(next.write, 1);
+      next.read += next.kLine;
+      next.write += next.kLine;
+    } else {
+      // Down the columns of a weight every step is a new cache line, which no hardware prefetcher foresees.
+      __builtin_prefetch(a_row + 8 * a.column_stride);
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const Vec<T> left = splat((i < kNear ? a_row : a_far)[i % kNear * a.row_stride]);
@@ -50,6 +68,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
     a_far += a.column_stride;
     b += b_stride;
   }
+  if (kPlain) *ahead = next;
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
@@ -85,9 +104,9 @@ constexpr int block_rows(int vectors) {
 
 template <typename T, int kVectors, bool kPartial, bool kPlain, int kRows = kPlain ? block_rows(kVectors) : kBlockRows>
 FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
-                              int64_t c_stride, int64_t last, Epilogue<T> epilogue) {
+                              int64_t c_stride, int64_t last, Epilogue<T> epilogue, Ahead<T>* ahead) {
   while (rows >= kRows) {
-    gemm_block<T, kRows, kVectors, kPartial, kPlain>(k, a, b, b_stride, c, c_stride, last, epilogue);
+    gemm_block<T, kRows, kVectors, kPartial, kPlain>(k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
     rows -= kRows;
     a.data += kRows * a.row_stride;
     c += kRows * c_stride;
@@ -96,22 +115,22 @@ FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t k, Strided<T> a, const T* b,
   }
   if constexpr (kRows > 1) {
     if (rows > 0)
-      gemm_rows<T, kVectors, kPartial, kPlain, kRows - 1>(rows, k, a, b, b_stride, c, c_stride, last, epilogue);
+      gemm_rows<T, kVectors, kPartial, kPlain, kRows - 1>(rows, k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
   }
 }
 
 // All rows of A against the columns from `b` on, as many as the largest block has or as are left; returns how many.
 template <typename T, bool kPlain, int kVectors = kBlockVectors>
 FASTMOD_INLINE int64_t gemm_panel(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride,
-                                  T* c, int64_t c_stride, const Epilogue<T>& epilogue) {
+                                  T* c, int64_t c_stride, const Epilogue<T>& epilogue, Ahead<T>* ahead) {
   constexpr int lanes = kLanes<T>;
   if constexpr (kVectors > 1) {
     if (columns <= (kVectors - 1) * lanes)
-      return gemm_panel<T, kPlain, kVectors - 1>(m, columns, k, a, b, b_stride, c, c_stride, epilogue);
+      return gemm_panel<T, kPlain, kVectors - 1>(m, columns, k, a, b, b_stride, c, c_stride, epilogue, ahead);
   }
   const int64_t last = columns - (kVectors - 1) * lanes;
-  if (last >= lanes) gemm_rows<T, kVectors, false, kPlain>(m, k, a, b, b_stride, c, c_stride, lanes, epilogue);
-  else gemm_rows<T, kVectors, true, kPlain>(m, k, a, b, b_stride, c, c_stride, last, epilogue);
+  if (last >= lanes) gemm_rows<T, kVectors, false, kPlain>(m, k, a, b, b_stride, c, c_stride, lanes, epilogue, ahead);
+  else gemm_rows<T, kVectors, true, kPlain>(m, k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
   return kVectors * lanes;
 }
 
@@ -130,7 +149,7 @@ void gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64
     const T* right = b + depth * b_stride;
     for (int64_t column = 0; column < columns;) {
       const int64_t done = gemm_panel<T, false>(m, columns - column, steps, part, right + column, b_stride, c + column,
-                                                c_stride, here);
+                                                c_stride, here, nullptr);
       column += done;
       if (here.activation) here.activation += done;
     }
@@ -140,9 +159,9 @@ void gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64
 // The same for a handful of rows and columns: no epilogue, no blocking.
 template <typename T>
 FASTMOD_INLINE void small_gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
-                               int64_t c_stride) {
+                               int64_t c_stride, Ahead<T>* ahead) {
   for (int64_t column = 0; column < columns;)
-    column += gemm_panel<T, true>(m, columns - column, k, a, b + column, b_stride, c + column, c_stride, {});
+    column += gemm_panel<T, true>(m, columns - column, k, a, b + column, b_stride, c + column, c_stride, {}, ahead);
 }
 
 // C(i, j) = <row i of A, row j of B>: for long rows, where a transpose of B would cost more than the sums of lanes.

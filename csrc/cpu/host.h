@@ -7,6 +7,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <vector>
 
 #include "checks.h"
@@ -52,16 +54,36 @@ inline Routing read_routing(const OptionalTensor& tau, double tau_value, const O
 // thread against two in turns on two cores: even at 7e3 to 10e3 cycles a thread, two 1.04 to 1.24 x faster at 14e3.
 constexpr double kCyclesPerThread = 12e3;
 
-// body(index, scratch) for every index, in parallel when the work is worth it. No result may depend on who runs what.
+// body(index, scratch) for every index, in parallel when the work is worth it. No result may depend on who runs what. Each
+// thread has a share, so that from one op to the next it finds in its cache what it left there, and then takes over from
+// the others: on a busy machine some are slower, and all would wait for them.
 template <typename T, typename Body>
 void for_each(int64_t count, double cycles_each, int64_t scratch_size, const at::Tensor& like, const Body& body) {
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const double wanted = count * cycles_each / kCyclesPerThread;
+  const int64_t most = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), count);
+  const int64_t threads = std::max<int64_t>(1, wanted < most ? static_cast<int64_t>(std::ceil(wanted)) : most);
   const at::Tensor scratch = empty_wide({threads * scratch_size}, like);
   T* memory = scratch.data_ptr<T>();
-  const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kCyclesPerThread / std::max(cycles_each, 1.0)));
-  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    T* mine = memory + (threads == 1 ? 0 : at::get_thread_num()) * scratch_size;
-    for (int64_t i = begin; i < end; ++i) body(i, mine);
+  if (threads == 1) {
+    for (int64_t i = 0; i < count; ++i) body(i, memory);
+    return;
+  }
+  struct alignas(64) Share {  // a cache line each
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  std::vector<Share> shares(threads);
+  for (int64_t t = 0; t < threads; ++t) {
+    shares[t].next = count * t / threads;
+    shares[t].end = count * (t + 1) / threads;
+  }
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t other = t; other < t + threads; ++other) {
+        Share& share = shares[other % threads];
+        for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;)
+          body(i, memory + t * scratch_size);
+      }
   });
 }
 

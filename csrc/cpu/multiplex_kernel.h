@@ -261,20 +261,26 @@ FASTMOD_INLINE Weights<T> element_weights(const MultiplexArgs<T>& args, int64_t 
   return {z, scratch.soft, pick ? scratch.hard : scratch.soft};
 }
 
+// What a product had too few steps to ask for.
+template <typename T>
+FASTMOD_INLINE void fetch_rest(const Ahead<T>& ahead, const T* read_end, const T* write_end) {
+  prefetch<0>(ahead.read, read_end - ahead.read);
+  prefetch<1>(ahead.write, write_end - ahead.write);
+}
+
 template <typename T>
 void elements_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
   const BlockSizes& s = args.size;
+  const int64_t mn = s.m * s.n, md = s.m * s.d, nd = s.n * s.d;
   const ElementScratch<T> scratch(s, memory);
   for (int64_t element = begin; element < end; ++element) {
-    const bool more = element + 1 < end;
-    if (more) prefetch<0>(args.blocks + (element + 1) * s.m * s.d, s.m * s.d);
+    const int64_t next = std::min(element + 1, end - 1);
     const Weights<T> weights = element_weights(args, element, scratch);
-    if (more) {
-      prefetch<0>(args.logits + (element + 1) * s.m * s.n, s.m * s.n);
-      prefetch<1>(args.out + (element + 1) * s.n * s.d, s.n * s.d);
-    }
-    small_gemm<T>(s.n, s.d, s.m, {weights.used, 1, scratch.width}, args.blocks + element * s.m * s.d, s.d,
-                  args.out + element * s.n * s.d, s.d);
+    prefetch<0>(args.logits + next * mn, mn);
+    Ahead<T> ahead{args.blocks + next * md, args.out + next * nd};
+    small_gemm<T>(s.n, s.d, s.m, {weights.used, 1, scratch.width}, args.blocks + element * md, s.d,
+                  args.out + element * nd, s.d, &ahead);
+    fetch_rest(ahead, args.blocks + (next + 1) * md, args.out + (next + 1) * nd);
   }
 }
 
@@ -282,6 +288,7 @@ template <typename T>
 double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* memory) {
   constexpr int lanes = kLanes<T>;
   const BlockSizes& s = args.size;
+  const int64_t mn = s.m * s.n, md = s.m * s.d, nd = s.n * s.d;
   const ElementScratch<T> scratch(s, memory);
   const T inverse_tau = T(1) / T(args.routing.tau);
   // Gradients of the weights are M*N products of rows: with lanes along D if D is long, else along N.
@@ -289,32 +296,31 @@ double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t en
   std::fill(scratch.grad, scratch.grad + (s.m + s.d) * scratch.width, T(0));  // padding is read, never written
   double grad_tau = 0;
   for (int64_t element = begin; element < end; ++element) {
-    const T *blocks = args.blocks + element * s.m * s.d, *grad = args.grad + element * s.n * s.d;
-    const bool more = element + 1 < end;
-    if (more) prefetch<0>(grad + s.n * s.d, s.n * s.d);
+    const int64_t next = std::min(element + 1, end - 1);
+    const T *blocks = args.blocks + element * md, *grad = args.grad + element * nd;
     const Weights<T> weights = element_weights(args, element, scratch);
-    if (more) prefetch<0>(blocks + s.m * s.d, s.m * s.d);
-    small_gemm<T>(s.m, s.d, s.n, {weights.used, scratch.width, 1}, grad, s.d, args.grad_blocks + element * s.m * s.d, s.d);
-    if (more) prefetch<1>(args.grad_blocks + (element + 1) * s.m * s.d, s.m * s.d);
+    Ahead<T> ahead{args.grad + next * nd, args.grad_blocks + next * md};
+    small_gemm<T>(s.m, s.d, s.n, {weights.used, scratch.width, 1}, grad, s.d, args.grad_blocks + element * md, s.d,
+                  &ahead);
+    fetch_rest(ahead, args.grad + (next + 1) * nd, args.grad_blocks + (next + 1) * md);
+    ahead = {args.blocks + next * md, args.grad_logits + next * mn};
     if (by_dots) {
       dots<T>(s.m, s.n, s.d, blocks, s.d, grad, s.d, scratch.grad, scratch.width);
     } else {
       transpose(grad, s.d, s.n, s.d, scratch.transposed, scratch.width);
       small_gemm<T>(s.m, scratch.width, s.d, {blocks, s.d, 1}, scratch.transposed, scratch.width, scratch.grad,
-                    scratch.width);
+                    scratch.width, &ahead);
     }
-    if (more) {
-      prefetch<0>(args.logits + (element + 1) * s.m * s.n, s.m * s.n);
-      prefetch<1>(args.grad_logits + (element + 1) * s.m * s.n, s.m * s.n);
-    }
+    fetch_rest(ahead, args.blocks + (next + 1) * md, args.grad_logits + (next + 1) * mn);
     for (int64_t j = 0; j < s.n; j += lanes) {
       const Vec<T> along_tau = softmax_column_backward(s.m, scratch.width, inverse_tau, args.need_tau, weights.z + j,
                                                        weights.soft + j, scratch.grad + j);
       if (args.need_tau) grad_tau += sum_first<T>(along_tau, s.n - j);
       for (int64_t i = 0; i < s.m; ++i)
-        store_first(args.grad_logits + (element * s.m + i) * s.n + j, load(scratch.grad + i * scratch.width + j),
+        store_first(args.grad_logits + element * mn + i * s.n + j, load(scratch.grad + i * scratch.width + j),
                     std::min<int64_t>(lanes, s.n - j));
     }
+    prefetch<0>(args.logits + next * mn, mn);
   }
   return grad_tau;
 }

@@ -233,5 +233,6 @@ void from_tile(const T* tile, int64_t count, int64_t features, T* target) {
 // at a time, between the steps: all at once would wait for one another, with nothing to compute meanwhile.
 template <int kWrite, typename T>
 FASTMOD_INLINE void prefetch(const T* data, int64_t count) {
+#pragma GCC unroll 8
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(data + i, kWrite);
 }
