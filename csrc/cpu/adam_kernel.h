@@ -21,11 +21,16 @@ FASTMOD_INLINE Vec<double> square_root(Vec<double> v) {
 #endif
 }
 
+// How far ahead of the arithmetic numbers are asked for. A large model's are not in the caches, and the hardware prefetcher
+// begins anew at every page. Measured on 540 MB: a sixth of the time of the norm, an eighth of that of the update.
+constexpr int64_t kAdamAhead = 512;
+
 template <typename T>
 double square_sum(const T* values, int64_t count) {
   Vec<T> sum{};
   int64_t i = 0;
   for (; i + kLanes<T> <= count; i += kLanes<T>) {
+    __builtin_prefetch(values + i + kAdamAhead);
     const Vec<T> value = load(values + i);
     sum += value * value;
   }
@@ -46,6 +51,10 @@ void adam_update(const AdamArgs& a, int64_t count, const T* grad, T* param, T* m
   };
   int64_t i = 0;
   for (; i + kLanes<T> <= count; i += kLanes<T>) {
+    __builtin_prefetch(grad + i + kAdamAhead);
+    __builtin_prefetch(param + i + kAdamAhead, 1);
+    __builtin_prefetch(mean + i + kAdamAhead, 1);
+    __builtin_prefetch(square + i + kAdamAhead, 1);
     Vec<T> p = load(param + i), m = load(mean + i), v = load(square + i);
     update(load(grad + i), p, m, v);
     store(param + i, p), store(mean + i, m), store(square + i, v);
