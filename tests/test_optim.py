@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fastmod
 from fastmod.optim import Adam
@@ -144,3 +145,49 @@ def test_bad_input() -> None:
     with pytest.raises((TypeError, RuntimeError), match="float32 or float64"):
         torch.ops.fastmod.square_sum([torch.zeros(3, dtype=torch.int64)])
     assert fastmod.optim.Adam is Adam
+
+
+def test_hooks_are_called() -> None:
+    model = net()
+    optimizer = Adam(model.parameters(), 1e-2, max_norm=0.1)
+    seen: list[str] = []
+    train(model, optimizer, range(2), 1.0, None)
+    hooks = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after any")),
+    ]
+    expected = ["before any", "before", "after", "after any"]
+    try:
+        train(model, optimizer, range(2, 3), 1.0, None)
+        assert seen == expected
+        for hook in (hooks.pop(), hooks.pop()):
+            hook.remove()
+        optimizer.step(lambda: seen.append("closure"))
+        assert seen[4:] == ["before", "closure", "after"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    train(model, optimizer, range(3, 4), 1.0, None)
+    assert len(seen) == 7
+
+
+def test_the_profiler_sees_a_step() -> None:
+    model = net()
+    optimizer = Adam(model.parameters(), 1e-2, max_norm=0.1)
+    train(model, optimizer, range(2), 1.0, None)
+    with torch.profiler.profile() as profile:
+        train(model, optimizer, range(2, 3), 1.0, None)
+    assert "Optimizer.step#Adam.step" in {event.key for event in profile.key_averages()}
+
+
+def test_schedulers_see_a_step(recwarn: pytest.WarningsRecorder) -> None:
+    model = net()
+    optimizer = Adam(model.parameters(), 1e-2, max_norm=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1), 1.0, None)
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / 8
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
