@@ -12,6 +12,9 @@ from fastmod import ops
 from tests.agreement import LAYOUTS, assert_agrees, laid_out
 
 SHAPES = [(128, 6, 8, 10), (5, 16, 16, 32), (3, 5, 4, 196), (1, 1, 1, 1), (67, 3, 5, 7), (2, 40, 33, 3)]
+# Too large for a tile, so one element after the other: rows that fill no block of a product and columns that fill no
+# vector; N a multiple of a vector, whose logits are read where they lie.
+LARGE = [(3, 17, 13, 37), (2, 9, 32, 65), (3, 12, 16, 48), (66, 31, 16, 20), (2, 16, 48, 15), (2, 11, 15, 130)]
 MODES = ("softmax", "gumbel", "argmax")
 
 
@@ -20,14 +23,15 @@ def draw(b: int, m: int, n: int, d: int, dtype: torch.dtype = torch.float32, sca
 
 
 @pytest.mark.usefixtures("filled_memory", "isa")
+@pytest.mark.parametrize("tau", [0.7, 1.0])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_fp64(shape: tuple[int, ...], mode: str) -> None:
+@pytest.mark.parametrize("shape", SHAPES + LARGE, ids=str)
+def test_matches_fp64(shape: tuple[int, ...], mode: str, tau: float) -> None:
     def function(blocks, logits, tau):
         return ops.multiplex(blocks, logits, mode=mode, tau=tau, seed=11)
 
     def inputs():
-        return [*draw(*shape), torch.tensor(0.7)]
+        return [*draw(*shape), torch.tensor(tau)]
 
     assert_agrees(function, inputs)
 
@@ -40,9 +44,9 @@ def test_dtypes(dtype: torch.dtype, mode: str) -> None:
 
 @given(
     b=st.sampled_from([0, 1, 2, 5]),
-    m=st.sampled_from([1, 2, 3, 9]),
-    n=st.sampled_from([0, 1, 5, 17]),
-    d=st.sampled_from([0, 1, 3, 19]),
+    m=st.sampled_from([1, 2, 3, 9, 21]),
+    n=st.sampled_from([0, 1, 5, 16, 17]),
+    d=st.sampled_from([0, 1, 3, 19, 66]),
     layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
     mode=st.sampled_from(MODES),
     scale=st.sampled_from([1.0, 30.0, 1e4]),
@@ -64,8 +68,9 @@ def test_any_shape_layout_and_range(b, m, n, d, layouts, mode, scale, seed) -> N
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["blocks", "logits"])
-def test_nan_and_inf_travel_as_in_torch(value: float, where: str, isa: str) -> None:
-    blocks, logits = draw(4, 3, 5, 6)
+@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (4, 16, 16, 32), (4, 17, 13, 37)], ids=str)
+def test_nan_and_inf_travel_as_in_torch(value: float, where: str, shape: tuple[int, ...], isa: str) -> None:
+    blocks, logits = draw(*shape)
     (blocks if where == "blocks" else logits)[1, 2, 1] = value
     with fastmod.use_backend("reference"):
         expected = ops.multiplex(blocks, logits)
