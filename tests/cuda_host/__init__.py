@@ -38,7 +38,7 @@ _ENVIRONMENT = {
 
 
 class UnavailableError(Exception):
-    """This machine cannot build or run a flavour: no g++, no sanitizer runtime."""
+    """This machine has no runtime of a sanitizer, or it does not start here."""
 
 
 class CrashError(AssertionError):
@@ -91,7 +91,7 @@ def _link(name: str, sources: dict[Path, list[str]], flags: list[str], libraries
     """Everything is made once per content of the sources and flags; flavours share the objects they can."""
     compiler = shutil.which("g++")
     if compiler is None:
-        raise UnavailableError("no g++")
+        raise RuntimeError("no g++, which the extension needs as well")
     headers = hashlib.sha256()
     for path in sorted([*HERE.rglob("*.h"), *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.[hc]*")]):
         if path.suffix != ".cu":  # bindings.cpp counts: bindings_host.cpp includes it
