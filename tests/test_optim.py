@@ -44,6 +44,27 @@ def test_same_as_torch(isa: str, dtype: torch.dtype, max_norm: float | None, sca
         torch.testing.assert_close(a, b, rtol=100 * torch.finfo(dtype).eps, atol=20 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_models_step_as_small_ones(isa: str, dtype: torch.dtype) -> None:
+    """From 8 MiB on parameters are written past the caches, those that lie on a vector's border at least."""
+    torch.manual_seed(0)
+    count = 8 * 2**20 // dtype.itemsize
+    aligned, shifted = torch.randn(count, dtype=dtype), torch.randn(10_007, dtype=dtype)[1:]
+    large = nn.ParameterList([nn.Parameter(aligned), nn.Parameter(shifted)])
+    small = [nn.Parameter(part.clone()) for whole in (aligned, shifted) for part in whole.split(500_000)]
+    together, apart = Adam(large.parameters(), 1e-2), [Adam([part], 1e-2) for part in small]
+    for step in range(3):
+        slopes = gradients(large, step, 1.0)
+        for p, g in zip(large, slopes, strict=True):
+            p.grad = g
+        for p, g in zip(small, (part for g in slopes for part in g.split(500_000)), strict=True):
+            p.grad = g.clone()
+        for optimizer in (together, *apart):
+            optimizer.step()
+    assert torch.equal(torch.cat(list(large)), torch.cat(small))
+    assert together._known is not None  # the extension did it, not torch
+
+
 def test_state_moves_to_torch_and_back() -> None:
     ours, theirs = net(), net()
     first = Adam(ours.parameters(), 1e-2, max_norm=0.1)

@@ -10,6 +10,9 @@ using at::TensorList;
 
 constexpr int64_t kElementsEach = 8192;  // fixed pieces, so that the norm does not depend on the number of threads
 
+// From here on parameters, gradients and both moments together overflow most last-level caches.
+constexpr size_t kLargeBytes = 8 << 20;
+
 struct Piece {
   size_t tensor;
   int64_t first, count;
@@ -80,13 +83,15 @@ void adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
   check_alike(squares, params, "exp_avg_sqs");
   TORCH_CHECK_VALUE(steps.size() == params.size(), "steps: expected ", params.size(), " tensors, got ", steps.size());
   const double grad_scale = clipping_scale(grads_square_sum, max_norm);
+  size_t bytes = 0;
+  for (const Tensor& param : params) bytes += param.nbytes();
   std::vector<AdamArgs> args;
   for (const Tensor& step : steps) {
     TORCH_CHECK_VALUE(step.numel() == 1 && step.scalar_type() == at::kFloat && step.device().is_cpu(),
                       "steps: expected scalars of float32 on the CPU");
     const double count = *step.data_ptr<float>() += 1;
     args.push_back({grad_scale, beta1, beta2, lr / (1 - std::pow(beta1, count)),
-                    1 / std::sqrt(1 - std::pow(beta2, count)), epsilon});
+                    1 / std::sqrt(1 - std::pow(beta2, count)), epsilon, bytes >= kLargeBytes});
   }
   const auto pieces = pieces_of(params);
   with_compute_type(params[0], [&](auto zero) {

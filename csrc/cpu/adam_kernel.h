@@ -41,8 +41,10 @@ double square_sum(const T* values, int64_t count) {
   return total;
 }
 
-template <typename T>
-void adam_update(const AdamArgs& a, int64_t count, const T* grad, T* param, T* mean, T* square) {
+// kStream: parameters are written past the caches. A line that one core has written is slow to read for the others, and
+// in a large model it would be evicted before the next forward reads it.
+template <typename T, bool kStream>
+FASTMOD_INLINE void adam_loop(const AdamArgs& a, int64_t count, const T* grad, T* param, T* mean, T* square) {
   const auto update = [&](Vec<T> g, Vec<T>& p, Vec<T>& m, Vec<T>& v) FASTMOD_INLINE_LAMBDA {
     g *= T(a.grad_scale);
     m += (g - m) * T(1 - a.beta1);
@@ -57,11 +59,22 @@ void adam_update(const AdamArgs& a, int64_t count, const T* grad, T* param, T* m
     __builtin_prefetch(square + i + kAdamAhead, 1);
     Vec<T> p = load(param + i), m = load(mean + i), v = load(square + i);
     update(load(grad + i), p, m, v);
-    store(param + i, p), store(mean + i, m), store(square + i, v);
+    if (kStream) stream(param + i, p);
+    else store(param + i, p);
+    store(mean + i, m), store(square + i, v);
   }
   if (const int64_t left = count - i; left > 0) {
     Vec<T> p = load_first(param + i, left), m = load_first(mean + i, left), v = load_first(square + i, left);
     update(load_first(grad + i, left), p, m, v);
     store_first(param + i, p, left), store_first(mean + i, m, left), store_first(square + i, v, left);
   }
+  if (kStream) stream_fence();
+}
+
+template <typename T>
+void adam_update(const AdamArgs& a, int64_t count, const T* grad, T* param, T* mean, T* square) {
+  if (a.large && reinterpret_cast<uintptr_t>(param) % FASTMOD_VECTOR_BYTES == 0)
+    adam_loop<T, true>(a, count, grad, param, mean, square);
+  else
+    adam_loop<T, false>(a, count, grad, param, mean, square);
 }

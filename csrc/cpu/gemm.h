@@ -44,6 +44,11 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
   const T *a_row = a.data, *a_far = a.data + kNear * a.row_stride;
   Ahead<T> next{};
   if (kPlain) next = *ahead;
+  // Weights come from far, as an optimiser has just changed them, and in short pieces of many rows or columns, which no
+  // hardware prefetcher foresees: what the next block of rows reads at this step is asked for now. Along rows: a line of
+  // each in turn. Down columns: the next line of this one.
+  const bool along = a.column_stride == 1;
+  const int64_t soon = along ? kRows * a.row_stride : 64 / int64_t(sizeof(T)), soon_stride = along ? a.row_stride : 0;
   for (int64_t p = 0; p < k; ++p) {
     Vec<T> right[kVectors];
 #pragma GCC unroll 4
@@ -55,8 +60,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       next.read += next.kLine;
       next.write += next.kLine;
     } else {
-      // Down the columns of a weight every step is a new cache line, which no hardware prefetcher foresees.
-      __builtin_prefetch(a_row + 8 * a.column_stride);
+      __builtin_prefetch(a_row + soon + (p & 7) * soon_stride);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {

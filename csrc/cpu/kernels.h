@@ -92,6 +92,7 @@ struct AdamArgs {
   double grad_scale, beta1, beta2;
   double step_size, root_scale;  // lr and 1, each with its bias correction
   double epsilon;
+  bool large;  // too much for the caches
 };
 
 // Masks over `count` weights: noise of samples first .. first + samples - 1.

@@ -24,6 +24,22 @@ template <typename T>
 FASTMOD_INLINE void store(T* p, Vec<T> v) {
   *reinterpret_cast<typename Vector<T>::unaligned*>(p) = v;
 }
+// Past the caches, to a multiple of the vector's size; a fence must follow before others read it.
+template <typename T>
+FASTMOD_INLINE void stream(T* p, Vec<T> v) {
+#if FASTMOD_VECTOR_BYTES == 64
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
+#elif FASTMOD_VECTOR_BYTES == 32
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v);
+#else
+  store(p, v);
+#endif
+}
+FASTMOD_INLINE void stream_fence() {
+#if FASTMOD_VECTOR_BYTES > 16
+  _mm_sfence();
+#endif
+}
 template <typename T>
 FASTMOD_INLINE Vec<T> splat(T value) {
   return value - Vec<T>{};
