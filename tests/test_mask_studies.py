@@ -171,6 +171,23 @@ def test_stages(images: Path) -> None:
     assert list(trial.extra["masks"]) == ["add"], "the last mask is still in the logits"
 
 
+@pytest.mark.parametrize(("mask_batch", "expected"), [(None, 8), (24, 24)])
+def test_masks_may_have_a_batch_of_their_own(images: Path, mask_batch: int | None, expected: int) -> None:
+    trial = trial_of("mask-addmul", "FNN", images, batch=8, mask_batch=mask_batch, beta=3.0)
+    generator = torch.Generator()
+    assert all(len(part) == 8 for tensor in trial.batches_of(None, generator) for part in tensor)
+    batch = [tensor[0] for tensor in trial.batches_of("add", generator)]
+    assert all(len(part) == expected for part in batch)
+    while trial.task is None:
+        trial.chunk()
+    assert trial.masked is not None
+    torch.manual_seed(5)
+    data_only = trial.loss_of(trial.masked, *batch)
+    torch.manual_seed(5)
+    with_penalty = trial.loss(*batch)
+    torch.testing.assert_close(with_penalty, data_only + trial.masked.penalty() * 3.0 / expected)
+
+
 @pytest.mark.parametrize(("study", "model"), CASES)
 def test_resumed_anywhere_is_the_same(study: str, model: str, images: Path, tmp_path: Path) -> None:
     """Also from a checkpoint between two stages, and of a trial that is over."""
@@ -307,7 +324,8 @@ def test_new_weights_may_begin_unlikely(images: Path) -> None:
         ({"mask_steps": 75}, "mask_steps"), ({"mask_steps": 0}, "mask_steps"), ({"mask_lr": 0}, "mask_lr"),
         ({"mask_lr_end": 2.0}, "mask_lr_end"),
         ({"beta": "nan"}, "beta"), ({"mask_init": "inf"}, "mask_init"), ({"samples": 3}, "samples"),
-        ({"samples": 0}, "samples"), ({"units": 0}, "units"), ({"hidden": "4,0"}, "hidden"),
+        ({"samples": 0}, "samples"), ({"mask_batch": 6}, "mask_batch"), ({"mask_batch": 0}, "mask_batch"),
+        ({"units": 0}, "units"), ({"hidden": "4,0"}, "hidden"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(settings: dict[str, Any], word: str) -> None:

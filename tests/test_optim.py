@@ -57,7 +57,8 @@ def test_large_models_step_as_small_ones(isa: str, dtype: torch.dtype) -> None:
         slopes = gradients(large, step, 1.0)
         for p, g in zip(large, slopes, strict=True):
             p.grad = g
-        for p, g in zip(small, (part for g in slopes for part in g.split(500_000)), strict=True):
+        parts = [part for slope in slopes for part in slope.split(500_000)]
+        for p, g in zip(small, parts, strict=True):
             p.grad = g.clone()
         for optimizer in (together, *apart):
             optimizer.step()

@@ -50,7 +50,7 @@ class MaskAddMulTrial(masking.MaskTrial):
         return self.config.net(self.name, _INPUTS, _OUTPUTS)
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
-        shape = (self.config.chunk, self.config.batch)
+        shape = (self.config.chunk, self.config.batch_of(task))
         numbers = torch.randint(LIMIT, (*shape, 2), generator=generator, device=self.device)
         if task is None:
             operation = torch.randint(2, shape, generator=generator, device=self.device)

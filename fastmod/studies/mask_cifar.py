@@ -113,7 +113,7 @@ class MaskCifarTrial(masking.MaskTrial):
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Which images ``[chunk, B]``, and for the ResNet where to crop and whether to flip them ``[chunk, B, 3]``."""
-        shape = (self.config.chunk, self.config.batch)
+        shape = (self.config.chunk, self.config.batch_of(task))
         shown = self.images_of[task]
         index = shown[torch.randint(len(shown), shape, generator=generator, device=self.device)]
         if self.name != "ResNet110":

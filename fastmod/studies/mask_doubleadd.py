@@ -63,7 +63,7 @@ class MaskDoubleAddTrial(masking.MaskTrial):
         return self.config.net(self.name, _INPUTS, _OUTPUTS)
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
-        shape = (self.config.chunk, self.config.batch, 4)
+        shape = (self.config.chunk, self.config.batch_of(task), 4)
         numbers = torch.randint(LIMIT, shape, generator=generator, device=self.device)
         return inputs_of(numbers), answers_of(numbers)
 

@@ -34,17 +34,19 @@ TASKS = {task.partition("__")[2]: task for task in mathematics.TASKS}  # model -
 _EVALUATED = 100  # questions per level in the course of training; all of them at the end
 _ROWS = 256  # evaluated at once
 
-#: The paper's Table 1 and C.6.2; where the masks have another batch than the net, the net's.
+#: The paper's Table 1 and C.6.2.
 _NET = {"width": 256, "inner": 512, "layers": 3, "lr": 1e-4, "questions": 600_000, "validation": 10_000}
 PAPER: Mapping[str, Mapping[str, Any]] = {
     "add_or_sub": {"batch": 256, "beta": 2e-5, "steps": 30_000, "mask_steps": 30_000, "mask_lr": 0.03},
     "linear_1d": {
-        "batch": 512, "beta": 1e-6, "steps": 200_000, "mask_steps": 50_000, "mask_lr": 0.02, "warmup": 5000,
+        "batch": 512, "mask_batch": 400, "beta": 1e-6, "steps": 200_000, "mask_steps": 50_000, "mask_lr": 0.02,
+        "warmup": 5000,
     },
     "differentiate": {"batch": 128, "beta": 1e-5, "steps": 40_000, "mask_steps": 40_000, "mask_lr": 0.03},
     "sort": {"batch": 256, "beta": 3e-6, "steps": 30_000, "mask_steps": 30_000, "mask_lr": 0.03},
     "collect": {
-        "batch": 128, "beta": 1e-6, "steps": 200_000, "mask_steps": 50_000, "mask_lr": 0.02, "warmup": 5000,
+        "batch": 128, "mask_batch": 256, "beta": 1e-6, "steps": 200_000, "mask_steps": 50_000, "mask_lr": 0.02,
+        "warmup": 5000,
     },
 }  # fmt: skip
 
@@ -144,7 +146,7 @@ class MaskMathTrial(masking.MaskTrial):
         """Which pairs ``[chunk, B]``, of like lengths, and whether they are of the easy ones ``[chunk]``."""
         config, texts = self.config, self.texts[task or ALL]
         drawn = torch.randint(
-            len(texts.questions), (config.chunk * config.batch,), generator=generator, device=self.device
+            len(texts.questions), (config.chunk * config.batch_of(task),), generator=generator, device=self.device
         )
         order = by_length((texts.questions[drawn] != PAD).sum(1), config.chunk, generator)
         return drawn[order], torch.full((config.chunk,), task == EASY)
@@ -191,11 +193,11 @@ class MaskMath(Study):
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
-            config, theirs = sized(outcome.config, model), PAPER[model]
+            config = sized(outcome.config, model)
+            theirs = sized(changed(config, {"paper": True}), model)
             note = (
-                f"width {config.width}, {config.layers} layers, {config.steps} + {config.mask_steps} steps a mask of "
-                f"{config.batch}, {config.questions} questions a level; paper: width 256, 3 layers, "
-                f"{theirs['steps']} + {theirs['mask_steps']} steps of {theirs['batch']}"
+                f"width {config.width}, {config.layers} layers, {config.training()}, {config.questions} questions a "
+                f"level; paper: width 256, 3 layers, {theirs.training()}"
             )
             for level in LEVELS:
                 printed = "Figure 5" if level == "hard" else "-"

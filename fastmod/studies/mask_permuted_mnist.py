@@ -115,7 +115,7 @@ class MaskPermutedTrial(masking.MaskTrial):
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Which images, ``[chunk, batch]``: pixels are gathered step by step."""
-        shape = (self.config.chunk, self.config.batch)
+        shape = (self.config.chunk, self.config.batch_of(task))
         return (torch.randint(len(self.train_labels), shape, generator=generator, device=self.device),)
 
     def loss_of(self, model: nn.Module, *batch: Tensor) -> Tensor:

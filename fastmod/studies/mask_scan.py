@@ -41,7 +41,10 @@ _EVALUATED = 300  # test sequences per split in the course of training; all of t
 _ROWS = 256  # evaluated at once
 
 #: The paper's C.6.1.
-_STEPS = {"lr_end": 1.0, "mask_lr_end": 1.0, "steps": 25_000, "mask_steps": 25_000, "batch": 256, "mask_lr": 1e-2}
+_STEPS = {
+    "lr": 1e-3, "lr_end": 1.0, "steps": 25_000, "batch": 256,
+    "mask_lr": 1e-2, "mask_lr_end": 1.0, "mask_steps": 25_000, "mask_batch": 256, "samples": 4,
+}  # fmt: skip
 PAPER: Mapping[str, Mapping[str, Any]] = {
     "LSTM": {**_STEPS, "beta": 3e-5, "units": 200, "forcing": 0.5},
     "Transformer": {**_STEPS, "beta_transformer": 1e-3, "width": 100, "inner": 200, "layers": 3, "dropout": 0.1},
@@ -129,7 +132,8 @@ class MaskScanTrial(masking.MaskTrial):
         config = self.config
         split = ALL if task is None else task
         actions = self.data[split].train.actions
-        drawn = torch.randint(len(actions), (config.chunk * config.batch,), generator=generator, device=self.device)
+        count = config.chunk * config.batch_of(task)
+        drawn = torch.randint(len(actions), (count,), generator=generator, device=self.device)
         order = by_length((actions[drawn] != PAD).sum(1), config.chunk, generator)
         forced = torch.rand(config.chunk, generator=generator, device=self.device) < config.forcing
         return drawn[order], torch.full((config.chunk,), self.tasks.index(split)), forced
@@ -140,11 +144,6 @@ class MaskScanTrial(masking.MaskTrial):
         actions = trimmed(pairs.actions[index])
         options = {"forced": bool(forced)} if self.name == "LSTM" else {}
         return sequence_loss(model(trimmed(pairs.commands[index]), actions, **options), actions)
-
-    def loss(self, *batch: Tensor) -> Tensor:
-        if self.masked is None:
-            return self.loss_of(self.model, *batch)
-        return self.loss_of(self.masked, *batch) + self.masked.penalty() * (self.beta / self.config.batch)
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
         """Split -> share of the sequences of its test set that are right from beginning to end."""
@@ -224,10 +223,7 @@ class MaskScan(Study):
             size, paper = f"{config.units} units", "200 units"
         else:
             size, paper = f"width {config.width}, {config.layers} layers", "width 100, 3 layers"
-        return (
-            f"{size}, {config.steps} + {config.mask_steps} steps a mask of {config.batch}; "
-            f"paper: {paper}, 25000 + 25000 steps of 256"
-        )
+        return f"{size}, {config.training()}; paper: {paper}, 25,000 steps + 25,000 a mask of 256"
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         from fastmod.studies import draw

@@ -38,6 +38,7 @@ class MaskConfig(Config):
     clip: float = 1.0
     evaluate_every: int = 1000
     mask_steps: int = 20_000
+    mask_batch: int | None = None  # examples a step of a mask's training; none: batch
     mask_lr: float = 1e-2
     mask_lr_end: float = 1.0  # share of mask_lr left at the end of a mask's training; it falls in the second half
     beta: float = 1e-4  # the loss gets beta / batch * sum of the logits
@@ -56,8 +57,19 @@ class MaskConfig(Config):
             raise StudyError(f"beta: expected 0 or more, got {self.beta}")
         if not math.isfinite(self.mask_init):
             raise StudyError(f"mask_init: expected a finite number, got {self.mask_init}")
-        if self.samples < 1 or self.batch % self.samples:
-            raise StudyError(f"batch: expected a multiple of samples = {self.samples}, got {self.batch}")
+        masked = "batch" if self.mask_batch is None else "mask_batch"
+        batch = getattr(self, masked)
+        if self.samples < 1 or batch < 1 or batch % self.samples:
+            raise StudyError(f"{masked}: expected a multiple of samples = {self.samples}, got {batch}")
+
+    def training(self) -> str:
+        """Of how many steps and examples, for the notes of a table."""
+        net, mask = f"{self.steps:,} steps of {self.batch}", f"{self.mask_steps:,} a mask"
+        return f"{net} + {mask}" if self.mask_batch is None else f"{net} + {mask} of {self.mask_batch}"
+
+    def batch_of(self, task: str | None) -> int:
+        """Examples a step in the stage of a task, or in the full training for None."""
+        return self.batch if task is None or self.mask_batch is None else self.mask_batch
 
 
 class MaskTrial(Trial):
@@ -191,8 +203,12 @@ class MaskTrial(Trial):
     def loss(self, *batch: Tensor) -> Tensor:
         if self.masked is None:
             return self.loss_of(self.model, *batch)
-        penalty = self.masked.penalty() * (self.config.beta / self.config.batch)
+        penalty = self.masked.penalty() * (self.beta / self.config.batch_of(self.task))
         return self.loss_of(self.masked, *batch) + penalty
+
+    @property
+    def beta(self) -> float:
+        return self.config.beta
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
