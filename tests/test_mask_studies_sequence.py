@@ -182,7 +182,15 @@ def check_figures(study: Study, outcome: Outcome) -> None:
     assert all(caption for _, caption in study.figures(outcome).values())
 
 
-TINY: dict[str, Any] = {"batch": 8, "chunk": 2, "evaluate_every": 2, "steps": 4, "mask_steps": 4, "samples": 2}
+TINY: dict[str, Any] = {
+    "batch": 8,
+    "mask_batch": None,
+    "chunk": 2,
+    "evaluate_every": 2,
+    "steps": 4,
+    "mask_steps": 4,
+    "samples": 2,
+}
 
 
 def scan_words(folder: Path) -> Path:
