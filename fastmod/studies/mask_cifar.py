@@ -100,11 +100,11 @@ class MaskCifarTrial(masking.MaskTrial):
             parameters = self.model.parameters()
             self.optimizer = torch.optim.SGD(parameters, _SGD_LR, 0.9, weight_decay=1e-4)  # type: ignore[assignment]
 
-    def chunk(self) -> Tensor:
-        if self.name == "ResNet110" and self.step < self.config.steps:
-            decays = sum(self.step >= self.config.steps * part for part in (0.5, 0.75))
-            self.optimizer.param_groups[0]["lr"] = _SGD_LR / 10**decays
-        return super().chunk()
+    @property
+    def lr(self) -> float:
+        if self.name != "ResNet110":
+            return self.config.lr
+        return _SGD_LR / 10 ** sum(self.step >= self.config.steps * part for part in (0.5, 0.75))
 
     def net(self) -> nn.Module:
         if self.name == "ResNet110":

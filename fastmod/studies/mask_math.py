@@ -136,11 +136,9 @@ class MaskMathTrial(masking.MaskTrial):
     def optimizer_of(self, masked: nn.Module) -> Adam:
         return Adam(masked.parameters(), self.config.mask_lr, (0.9, 0.995), 1e-9, max_norm=self.config.clip)
 
-    def chunk(self) -> Tensor:
-        if self.step < self.config.steps and self.config.warmup:
-            rate = min(1.0, (self.step + self.config.chunk) / self.config.warmup)
-            self.optimizer.param_groups[0]["lr"] = self.config.lr * rate
-        return super().chunk()
+    @property
+    def lr(self) -> float:
+        return self.config.lr * min(1.0, (self.step + self.config.chunk) / max(1, self.config.warmup))
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Which pairs ``[chunk, B]``, of like lengths, and whether they are of the easy ones ``[chunk]``."""

@@ -26,6 +26,8 @@ ROWS = 2500  # evaluated at once
 
 @dataclass(frozen=True)
 class ArithmeticConfig(MaskConfig):
+    # A net that still swings at the end of its training has no weights to spare.
+    lr_end: float = 0.02
     mask_lr: float = 5e-2  # with fewer steps the paper's 20,000 at 1e-2
     mask_lr_end: float = 0.02
     hidden: tuple[int, ...] | None = None  # sizes of the FNN's hidden layers; none: those of the model's name

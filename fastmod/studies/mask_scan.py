@@ -75,7 +75,7 @@ class MaskScanConfig(masking.MaskConfig):
     mask_lr: float = 5e-2
     beta: float = 3e-5  # of the LSTM
     beta_transformer: float = 3e-4
-    lr_end: float = 0.02  # share of lr that is left at the end of the full training; it falls in the second half
+    lr_end: float = 0.02
     mask_lr_end: float = 0.02
     splits: tuple[str, ...] = tuple(SPLITS)
     embedding: int = 16  # the LSTM's
@@ -94,7 +94,7 @@ class MaskScanConfig(masking.MaskConfig):
         super().__post_init__()
         if len(set(self.splits)) < len(self.splits) or not {ALL} <= set(self.splits) <= set(SPLITS):
             raise StudyError(f"splits: expected {ALL} and others of {', '.join(SPLITS)}, got {self.splits}")
-        for name in ("forcing", "lr_end", "dropout"):
+        for name in ("forcing", "dropout"):
             if not 0 <= getattr(self, name) <= 1:
                 raise StudyError(f"{name}: expected a share, got {getattr(self, name)}")
 
@@ -132,11 +132,9 @@ class MaskScanTrial(masking.MaskTrial):
             return LSTMEncoderDecoder(*words, config.embedding, config.units, config.lstm_layers, config.dropout)
         return SequenceTransformer(*words, config.width, config.inner, config.heads, config.layers, config.dropout)
 
-    def chunk(self) -> Tensor:
-        if self.step < self.config.steps:
-            lr = self.config.lr if self.name == "LSTM" else self.config.lr_transformer
-            self.optimizer.param_groups[0]["lr"] = lr * self.share_left(self.config.lr_end)
-        return super().chunk()
+    @property
+    def lr(self) -> float:
+        return self.config.lr if self.name == "LSTM" else self.config.lr_transformer
 
     @property
     def beta(self) -> float:

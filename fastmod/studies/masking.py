@@ -35,6 +35,7 @@ class MaskConfig(Config):
 
     steps: int = 20_000
     lr: float = 1e-3
+    lr_end: float = 1.0  # share of lr left at the end of the full training; it falls in the second half
     clip: float = 1.0
     evaluate_every: int = 1000
     mask_steps: int = 20_000
@@ -51,8 +52,9 @@ class MaskConfig(Config):
             raise StudyError(f"mask_steps: expected a multiple of chunk = {self.chunk}, got {self.mask_steps}")
         if not self.mask_lr > 0:
             raise StudyError(f"mask_lr: expected more than 0, got {self.mask_lr}")
-        if not 0 <= self.mask_lr_end <= 1:
-            raise StudyError(f"mask_lr_end: expected a share, got {self.mask_lr_end}")
+        for name in ("lr_end", "mask_lr_end"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise StudyError(f"{name}: expected a share, got {getattr(self, name)}")
         if not 0 <= self.beta < math.inf:
             raise StudyError(f"beta: expected 0 or more, got {self.beta}")
         if not math.isfinite(self.mask_init):
@@ -156,10 +158,23 @@ class MaskTrial(Trial):
             self.extra["stage"] += 1
             self.next_stage()
             self._set_up(self.extra["stage"])
-        if self.task is not None:
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * self.share_left(self.config.mask_lr_end)
+        self.set_rates()
         return super().chunk()
+
+    def set_rates(self) -> None:
+        """The learning rates of the next chunk."""
+        groups = self.optimizer.param_groups
+        if self.task is None:
+            for group in groups:
+                group["lr"] = self.lr * self.share_left(self.config.lr_end)
+            return
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate * self.share_left(self.config.mask_lr_end)
+
+    @property
+    def lr(self) -> float:
+        """Of the full training, before it falls."""
+        return self.config.lr
 
     def share_left(self, end: float) -> float:
         """Of a learning rate that falls to the share ``end`` in the second half of a stage."""
