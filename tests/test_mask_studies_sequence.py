@@ -225,16 +225,20 @@ def test_scan_trial(tmp_path: Path, model: str) -> None:
     check_figures(study, outcome)
 
 
+def rates_of(trial: MaskTrial, steps: int) -> list[float]:
+    rates = []
+    while trial.step < steps:
+        trial.chunk()
+        rates.append(trial.optimizer.param_groups[0]["lr"])
+    return rates
+
+
 def test_scan_rates_fall_in_the_second_half_of_every_stage(tmp_path: Path) -> None:
     settings = {**TINY, "steps": 8, "mask_steps": 4, "chunk": 1, "evaluate_every": 4, "units": 8, "lr": 1.0}
     settings |= {"mask_lr": 2.0, "lr_end": 0.5, "mask_lr_end": 0.0, "splits": ("simple", "jump")}
     config = changed(mask_scan.MaskScanConfig(), {**settings, "data": str(scan_words(tmp_path))})
     trial = mask_scan.MaskScanTrial(config, "LSTM", 0, CPU)
-    rates = []
-    while trial.step < trial.steps:
-        trial.chunk()
-        rates.append(trial.optimizer.param_groups[0]["lr"])
-    assert rates == [1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 2, 2, 2, 1, 2, 2, 2, 1]
+    assert rates_of(trial, trial.steps) == [1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 2, 2, 2, 1, 2, 2, 2, 1]
 
 
 def test_scan_batches_come_from_the_splits_training_set(tmp_path: Path) -> None:
@@ -293,6 +297,12 @@ def test_cifar_output_masks_stay(tmp_path: Path) -> None:
     assert not grown.requires_grad and grown.abs().min() >= 30
 
 
+def test_the_resnet_steps_down_twice(tmp_path: Path) -> None:
+    settings = {**TINY, "depth": 8, "steps": 8, "data": str(cifar_folder(tmp_path, count=20))}
+    trial = mask_cifar.MaskCifarTrial(changed(mask_cifar.MaskCifarConfig(), settings), "ResNet110", 0, CPU)
+    assert rates_of(trial, 8) == pytest.approx([0.1, 0.1, 0.01, 0.001])
+
+
 def test_cifar_drops_by_hand() -> None:
     control = dict.fromkeys(("all", *mask_cifar.CLASSES), 0.8)
     without = {**control, "cat": 0.2, "dog": 0.7, "ship": 0.9}
@@ -318,6 +328,13 @@ def test_mathematics_trial(tmp_path: Path) -> None:
     assert trial.tasks == ("all", "easy") and set(record.result["accuracy"]) == {"easy", "medium", "hard"}
     assert not any("read" in name for name in record.result["weights"])
     check_figures(study, outcome)
+
+
+def test_mathematics_warms_up(tmp_path: Path) -> None:
+    sizes = {"width": 8, "inner": 8, "layers": 1, "heads": 2, "questions": 20, "validation": 5}
+    settings = {**TINY, **sizes, "steps": 8, "lr": 1.0, "warmup": 6, "data": str(sums(tmp_path))}
+    trial = mask_math.MaskMathTrial(changed(mask_math.MaskMathConfig(), settings), "add_or_sub", 0, CPU)
+    assert rates_of(trial, 8) == pytest.approx([1 / 3, 2 / 3, 1, 1])
 
 
 def test_mathematics_measures_what_it_did_not_learn(tmp_path: Path) -> None:
