@@ -97,7 +97,7 @@ def extension(with_cuda: bool) -> CppExtension:
     sources = sorted(str(p.relative_to(ROOT)) for folder in ("csrc", "csrc/cpu") for p in ROOT.glob(f"{folder}/*.cpp"))
     arguments: dict[str, object] = {
         "include_dirs": [str(ROOT / "csrc"), str(BUILD)],
-        "depends": sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")),
+        "depends": sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.*h")),
     }
     if not with_cuda:
         return CppExtension("fastmod._C", sources, extra_compile_args={"cxx": CXX_FLAGS}, **arguments)

@@ -158,6 +158,26 @@ inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, c
   check_masked_layer(x, weight, logits, bias, bias_logits, samples);
 }
 
+inline void check_masked_product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                                 const std::optional<at::Tensor>& biases, const at::Tensor& seed, int64_t samples) {
+  check_masked_linear(x, weight, logits, std::nullopt, std::nullopt, samples);
+  check_mask_noise(seed, 0, samples, 0);
+  if (!biases) return;
+  check_like(x, *biases, "biases");
+  TORCH_CHECK_VALUE(biases->dim() == 2 && biases->size(0) == samples && biases->size(1) == weight.size(0),
+                    "biases: expected [", samples, ", ", weight.size(0), "], got ", biases->sizes());
+}
+
+inline void check_masked_product_grad(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+                                      const at::Tensor& logits, const at::Tensor& seed, int64_t samples, double tau) {
+  check_masked_product(x, weight, logits, std::nullopt, seed, samples);
+  check_like(x, grad, "grad");
+  TORCH_CHECK_VALUE(tau > 0, "tau: expected a number > 0, got ", tau);
+  const int64_t batch = leading_size(x, 1), out = weight.size(0);
+  TORCH_CHECK_VALUE(grad.dim() == x.dim() && grad.numel() == batch * out && grad.size(-1) == out,
+                    "grad: expected [B, ..., ", out, "], got ", grad.sizes());
+}
+
 inline void check_masked_conv2d(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
                                 const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_logits,
                                 int64_t samples, int64_t groups) {

@@ -1,15 +1,15 @@
 // Schemas, autograd and autocast of the weight-mask ops, as ops.cpp does it for the others.
 //
-// Every backend has kernels for sample_mask. masked_linear has kernels of its own on the CPU, for batches that are not
-// large; elsewhere it, and masked_conv2d everywhere, goes sample by sample: one masked copy of the weight at a time,
-// multiplied or convolved by torch's own libraries, with the gradient of the logits summed up as the samples pass.
+// Every backend has kernels for sample_mask, and as masked_product for the three matrix products of masked_linear on
+// batches that are not large. Large ones, and masked_conv2d always, go sample by sample: one masked copy of the weight at
+// a time, multiplied or convolved by torch's own libraries, with the gradient of the logits summed up as the samples
+// pass. Biases are small: here, for all.
 #include <ATen/Functions.h>
 
 #include <array>
 
 #include "autograd.h"
 #include "checks.h"
-#include "masked_layers.h"
 #include "ops.h"
 #include "philox.h"
 
@@ -20,6 +20,9 @@ constexpr const char* kMaskKernelSchemas[] = {
     "sample_mask_forward(Tensor logits, Tensor? weight, int first, int samples, Tensor seed, int stream) -> Tensor",
     "sample_mask_backward(Tensor grad, Tensor logits, Tensor? weight, int first, int samples, Tensor seed, int stream, "
     "float tau, Tensor? base) -> Tensor",
+    "masked_product_forward(Tensor x, Tensor weight, Tensor logits, Tensor? biases, Tensor seed, int samples) -> Tensor",
+    "masked_product_backward(Tensor grad, Tensor x, Tensor weight, Tensor logits, Tensor seed, int samples, float tau, "
+    "bool[3] needs) -> Tensor[]",
     "masked_linear_forward(Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, Tensor seed, int "
     "samples) -> Tensor",
     "masked_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, "
@@ -39,6 +42,10 @@ constexpr const char* kMaskPublicSchemas[] = {
     "masked_conv2d(Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, Tensor seed, int "
     "samples, int[] stride, int[] padding, int[] dilation, int groups, float tau, bool triton=False) -> Tensor",
 };
+
+// The tensors a masked layer can have a gradient for, in the order of every list of gradients.
+enum MaskedInput { kX, kWeight, kLogits, kBias, kBiasLogits, kMaskedInputs };
+using Needs = std::array<bool, kMaskedInputs>;
 
 void check_tau(double tau) { TORCH_CHECK_VALUE(tau > 0, "tau: expected a number > 0, got ", tau); }
 
@@ -146,6 +153,33 @@ struct WeightGradients {
   }
 };
 
+// The bias of every sample [S, out]; undefined without a bias.
+Tensor bias_samples(bool triton, const OptionalTensor& bias, const OptionalTensor& bias_logits, const Tensor& seed,
+                    int64_t samples) {
+  if (!bias) return Tensor();
+  if (!bias_logits) return bias->unsqueeze(0).expand({samples, bias->size(0)});
+  return sample_mask_forward_kernel()(triton, *bias_logits, bias, 0, samples, seed, kStreamMaskBias);
+}
+
+bool wants_bias(const OptionalTensor& bias, const Needs& needs) {
+  return bias && (needs[kBias] || needs[kBiasLogits]);
+}
+
+// Fills result[kBias] and result[kBiasLogits] as needed, from the gradient [S, out] of bias_samples.
+void bias_gradients(bool triton, const Tensor& grad, const Tensor& bias, const OptionalTensor& bias_logits,
+                    const Tensor& seed, double tau, const Needs& needs, std::vector<Tensor>& result) {
+  const int64_t samples = grad.size(0);
+  if (needs[kBias]) {
+    const auto kept = [&] {
+      return sample_mask_forward_kernel()(triton, *bias_logits, OptionalTensor(), 0, samples, seed, kStreamMaskBias);
+    };
+    result[kBias] = (bias_logits ? grad * kept() : grad).sum(0);
+  }
+  if (needs[kBiasLogits] && bias_logits)
+    result[kBiasLogits] = sample_mask_backward_kernel()(triton, grad, *bias_logits, bias, 0, samples, seed,
+                                                        kStreamMaskBias, tau, OptionalTensor());
+}
+
 std::vector<Tensor> blank_gradients(const Tensor& like) {
   return std::vector<Tensor>(kMaskedInputs, at::empty({0}, like.options()));
 }
@@ -179,13 +213,19 @@ void check_masked_devices(const Tensor& x, const Tensor& weight, const Tensor& l
 
 // ------------------------------------------------------------ masked_linear
 
-}  // namespace
+// With more rows a sample the masks cost little beside the products, at which torch's libraries are better. The limit of
+// the CPU is measured; that of GPUs is what one block of the kernels holds, so that every mask is drawn once a product.
+constexpr int64_t kRowsOnCpu = 256, kRowsOnGpu = 64;
+
+template <bool triton>
+bool many_rows(const Tensor& x, int64_t samples) {
+  return leading_size(x, 1) / samples > (x.is_cpu() && !triton ? kRowsOnCpu : kRowsOnGpu);
+}
 
 template <bool triton>
 Tensor masked_linear_forward_by_samples(const Tensor& x, const Tensor& weight, const Tensor& logits,
                                         const OptionalTensor& bias, const OptionalTensor& bias_logits,
                                         const Tensor& seed, int64_t samples) {
-  check_masked_linear(x, weight, logits, bias, bias_logits, samples);
   const MaskedInputs in{weight, logits, seed, samples, triton};
   const Tensor biases = bias_samples(triton, bias, bias_logits, seed, samples);
   auto sizes = x.sizes().vec();
@@ -206,7 +246,6 @@ std::vector<Tensor> masked_linear_backward_by_samples(const Tensor& grad, const 
                                                       const Tensor& logits, const OptionalTensor& bias,
                                                       const OptionalTensor& bias_logits, const Tensor& seed,
                                                       int64_t samples, double tau, Needs needs) {
-  check_masked_linear(x, weight, logits, bias, bias_logits, samples);
   if (x.size(0) == 0) return zero_gradients(x, weight, bias, needs);
   const MaskedInputs in{weight, logits, seed, samples, triton};
   WeightGradients sums{in, tau, needs};
@@ -229,15 +268,42 @@ std::vector<Tensor> masked_linear_backward_by_samples(const Tensor& grad, const 
   return result;
 }
 
-template Tensor masked_linear_forward_by_samples<false>(const Tensor&, const Tensor&, const Tensor&,
-                                                        const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                                        int64_t);
-template std::vector<Tensor> masked_linear_backward_by_samples<false>(const Tensor&, const Tensor&, const Tensor&,
-                                                                      const Tensor&, const OptionalTensor&,
-                                                                      const OptionalTensor&, const Tensor&, int64_t,
-                                                                      double, Needs);
+template <bool triton>
+Tensor masked_linear_forward_any(const Tensor& x, const Tensor& weight, const Tensor& logits,
+                                 const OptionalTensor& bias, const OptionalTensor& bias_logits, const Tensor& seed,
+                                 int64_t samples) {
+  static const Kernel<decltype(masked_product_forward)> product("masked_product_forward");
+  check_masked_linear(x, weight, logits, bias, bias_logits, samples);
+  check_mask_noise(seed, 0, samples, kStreamMask);
+  if (many_rows<triton>(x, samples))
+    return masked_linear_forward_by_samples<triton>(x, weight, logits, bias, bias_logits, seed, samples);
+  const Tensor biases = bias_samples(triton, bias, bias_logits, seed, samples);
+  return product(triton, x, weight, logits, defined_or_none(biases), seed, samples);
+}
 
-namespace {
+template <bool triton>
+std::vector<Tensor> masked_linear_backward_any(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                               const Tensor& logits, const OptionalTensor& bias,
+                                               const OptionalTensor& bias_logits, const Tensor& seed, int64_t samples,
+                                               double tau, Needs needs) {
+  static const Kernel<decltype(masked_product_backward)> product("masked_product_backward");
+  check_masked_linear(x, weight, logits, bias, bias_logits, samples);
+  check_masked_product_grad(grad, x, weight, logits, seed, samples, tau);
+  if (many_rows<triton>(x, samples))
+    return masked_linear_backward_by_samples<triton>(grad, x, weight, logits, bias, bias_logits, seed, samples, tau,
+                                                     needs);
+  std::vector<Tensor> result = blank_gradients(x);
+  if (needs[kX] || needs[kWeight] || needs[kLogits]) {
+    auto found = product(triton, grad, x, weight, logits, seed, samples, tau,
+                         std::array<bool, 3>{needs[kX], needs[kWeight], needs[kLogits]});
+    std::move(found.begin(), found.end(), result.begin());
+  }
+  if (wants_bias(bias, needs)) {
+    const Tensor sums = widened(grad.reshape({samples, leading_size(x, 1) / samples, weight.size(0)})).sum(1);
+    bias_gradients(triton, sums.to(x.scalar_type()), *bias, bias_logits, seed, tau, needs, result);
+  }
+  return result;
+}
 
 const auto& masked_linear_forward_kernel() {
   static const Kernel<decltype(masked_linear_forward)> kernel("masked_linear_forward");
@@ -433,13 +499,15 @@ void register_autocast(torch::Library& m) {
   m.impl("masked_conv2d", masked_conv2d_autocast<device>);
 }
 
-// On every device: the public ops without autograd, and what goes sample by sample.
+// On every device: the public ops without autograd, and the masked layers, which call the kernels of the backend.
 void register_below(torch::Library& m) {
   m.impl("sample_mask", sample_mask_below);
   m.impl("masked_linear", masked_linear_below);
   m.impl("masked_conv2d", masked_conv2d_below);
-  m.impl("masked_linear_forward.triton", masked_linear_forward_by_samples<true>);
-  m.impl("masked_linear_backward.triton", masked_linear_backward_by_samples<true>);
+  m.impl("masked_linear_forward", masked_linear_forward_any<false>);
+  m.impl("masked_linear_backward", masked_linear_backward_any<false>);
+  m.impl("masked_linear_forward.triton", masked_linear_forward_any<true>);
+  m.impl("masked_linear_backward.triton", masked_linear_backward_any<true>);
   m.impl("masked_conv2d_forward.triton", masked_conv2d_forward_by_samples<true>);
   m.impl("masked_conv2d_backward.triton", masked_conv2d_backward_by_samples<true>);
   m.impl("masked_conv2d_forward", masked_conv2d_forward_by_samples<false>);
@@ -447,31 +515,6 @@ void register_below(torch::Library& m) {
 }
 
 }  // namespace
-
-Tensor bias_samples(bool triton, const OptionalTensor& bias, const OptionalTensor& bias_logits, const Tensor& seed,
-                    int64_t samples) {
-  if (!bias) return Tensor();
-  if (!bias_logits) return bias->unsqueeze(0).expand({samples, bias->size(0)});
-  return sample_mask_forward_kernel()(triton, *bias_logits, bias, 0, samples, seed, kStreamMaskBias);
-}
-
-bool wants_bias(const OptionalTensor& bias, const Needs& needs) {
-  return bias && (needs[kBias] || needs[kBiasLogits]);
-}
-
-void bias_gradients(bool triton, const Tensor& grad, const Tensor& bias, const OptionalTensor& bias_logits,
-                    const Tensor& seed, double tau, const Needs& needs, std::vector<Tensor>& result) {
-  const int64_t samples = grad.size(0);
-  if (needs[kBias]) {
-    const auto kept = [&] {
-      return sample_mask_forward_kernel()(triton, *bias_logits, OptionalTensor(), 0, samples, seed, kStreamMaskBias);
-    };
-    result[kBias] = (bias_logits ? grad * kept() : grad).sum(0);
-  }
-  if (needs[kBiasLogits] && bias_logits)
-    result[kBiasLogits] = sample_mask_backward_kernel()(triton, grad, *bias_logits, bias, 0, samples, seed,
-                                                        kStreamMaskBias, tau, OptionalTensor());
-}
 
 TORCH_LIBRARY_FRAGMENT(fastmod, m) {
   for (const char* schema : kMaskPublicSchemas) m.def(schema);
@@ -486,11 +529,7 @@ TORCH_LIBRARY_IMPL(fastmod, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(fastmod, CPU, m) { register_below(m); }
-TORCH_LIBRARY_IMPL(fastmod, CUDA, m) {
-  register_below(m);
-  m.impl("masked_linear_forward", masked_linear_forward_by_samples<false>);
-  m.impl("masked_linear_backward", masked_linear_backward_by_samples<false>);
-}
+TORCH_LIBRARY_IMPL(fastmod, CUDA, m) { register_below(m); }
 TORCH_LIBRARY_IMPL(fastmod, AutocastCPU, m) { register_autocast<c10::DeviceType::CPU>(m); }
 TORCH_LIBRARY_IMPL(fastmod, AutocastCUDA, m) { register_autocast<c10::DeviceType::CUDA>(m); }
 

@@ -56,7 +56,15 @@ at::Tensor sample_mask_backward(const at::Tensor& grad, const at::Tensor& logits
                                 int64_t first, int64_t samples, const at::Tensor& seed, int64_t stream, double tau,
                                 const OptionalTensor& base);
 
-// x [B, ..., in], part s of the batch through sample s of the masked weight [out, in] and bias [out]
+// x [B, ..., in], part s of the batch through sample s of the masked weight [out, in], plus row s of biases [S, out]
+at::Tensor masked_product_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                                  const OptionalTensor& biases, const at::Tensor& seed, int64_t samples);
+// gradients of x, weight and logits; empty where not needed
+std::vector<at::Tensor> masked_product_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+                                                const at::Tensor& logits, const at::Tensor& seed, int64_t samples,
+                                                double tau, std::array<bool, 3> needs);
+
+// The same with a bias [out] under masks of its own
 at::Tensor masked_linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
                                  const OptionalTensor& bias, const OptionalTensor& bias_logits, const at::Tensor& seed,
                                  int64_t samples);

@@ -106,7 +106,7 @@ def triton_ops() -> frozenset[str]:
         return frozenset()
     # These have no kernels of their own there: the extension calls those of one MFNNR layer by layer, those of
     # sample_mask sample by sample.
-    return frozenset([*kernels.register(), "smfr", "masked_linear", "masked_conv2d"])
+    return frozenset([*kernels.register(), "smfr", "masked_conv2d"])
 
 
 _load()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from fastmod.kernels.gated_residual import gated_residual_backward, gated_residual_forward
+from fastmod.kernels.masked_linear import masked_product_backward, masked_product_forward
 from fastmod.kernels.mfnnr import mfnnr_backward, mfnnr_forward
 from fastmod.kernels.multiplex import multiplex_backward, multiplex_forward
 from fastmod.kernels.range_penalty import range_penalty_backward, range_penalty_forward
@@ -29,6 +30,8 @@ LAUNCHERS: dict[str, Callable[..., object]] = {
     "mfnnr_backward": mfnnr_backward,
     "sample_mask_forward": sample_mask_forward,
     "sample_mask_backward": sample_mask_backward,
+    "masked_product_forward": masked_product_forward,
+    "masked_product_backward": masked_product_backward,
 }
 
 # torch drops the registrations with the object that made them.
@@ -48,4 +51,5 @@ def register() -> list[str]:
             if not native:
                 library.impl(name, launcher, "CUDA")
         _library = library
-    return sorted({name.rsplit("_", 1)[0] for name in LAUNCHERS})
+    names = {name.rsplit("_", 1)[0] for name in LAUNCHERS}
+    return sorted(names - {"masked_product"} | {"masked_linear"})  # its matrix products have a name of their own

@@ -45,6 +45,27 @@ def run_of(file: str) -> Callable[[], None] | None:
     return None if INTERPRETED else test_in_the_interpreter
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, module: Any, *kernels: str) -> list[str]:
+    """A list that the launches of these kernels of ``module`` enter their names into."""
+    launched: list[str] = []
+
+    class Watched:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(module, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for name in kernels:
+        monkeypatch.setattr(module, name, Watched(name))
+    return launched
+
+
+def drawing(dtype: torch.dtype, *shapes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.randn(shape).to(dtype) for shape in shapes]
+
+
 def close(name: str, got: Tensor, plain: Tensor, exact: Tensor, factor: float = 2.0) -> None:
     """Error against fp64 at most ``factor`` x that of plain PyTorch in the same dtype, plus two roundings.
 

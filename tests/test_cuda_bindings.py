@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fastmod.ops._checks import FLOAT_DTYPES, compute_dtype
 from fastmod.ops.gated_residual import reference as gated_residual_reference
+from fastmod.ops.masked_linear import reference as masked_linear_reference
 from fastmod.ops.mfnnr import NO_PENALTY
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
@@ -158,6 +160,58 @@ def test_bound_sample_mask_refuses(bindings: Any) -> None:
         bindings.sample_mask_backward(random(2, 4, 3), logits, None, *noise, 0.0, None)
     with pytest.raises(ValueError, match="base: expected the shape of logits"):
         bindings.sample_mask_backward(random(2, 4, 3), logits, None, *noise, 1.0, logits[1:])
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("tau", [1.0, 0.5])
+@pytest.mark.parametrize("sizes", [(6, 5, 7), (8, 9, 12)], ids=str)  # rows, out, in
+def test_bound_masked_product(bindings: Any, sizes: tuple[int, int, int], tau: float, dtype: torch.dtype) -> None:
+    (rows, outputs, inputs), samples, seed = sizes, 2, torch.tensor(SEED)
+    x = permuted(random(rows, 3, inputs, dtype=dtype))
+    weight, logits = (permuted(random(outputs, inputs, dtype=dtype, seed=seed)) for seed in (1, 2))
+    grad = random(1, dtype=dtype).expand(rows, 3, outputs)
+    biases = random(1, outputs, dtype=dtype, seed=3).expand(samples, outputs)
+
+    def plain(*leaves: Tensor) -> Tensor:
+        return masked_linear_reference(*leaves, biases[0].to(leaves[0].dtype), None, seed, samples, tau)
+
+    exact, usual = (gradients(plain, [x, weight, logits, grad], kind) for kind in (F64, dtype))
+    out = bindings.masked_product_forward(x, weight, logits, biases, seed, samples)
+    arguments = (grad, x, weight, logits, seed, samples, tau)
+    got = [out, *bindings.masked_product_backward(*arguments, [True] * 3)]
+    for name, *values in zip(["out", "grad_x", "grad_weight", "grad_logits"], got, exact, usual, strict=True):
+        assert values[0].is_contiguous()
+        assert values[0].dtype == dtype
+        assert_close(name, *values)
+    for needs in itertools.product([False, True], repeat=3):
+        for needed, some, all_of_it in zip(
+            needs, bindings.masked_product_backward(*arguments, needs), got[1:], strict=True
+        ):
+            assert torch.equal(some, all_of_it) if needed else some.numel() == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (4, 0, 7), (4, 5, 0)], ids=str)
+def test_bound_masked_product_of_nothing(bindings: Any, shape: tuple[int, int, int]) -> None:
+    rows, outputs, inputs = shape
+    x, weight, biases, seed = random(rows, inputs), random(outputs, inputs), random(2, outputs), torch.tensor(SEED)
+    out = bindings.masked_product_forward(x, weight, weight, biases, seed, 2)
+    assert torch.equal(out, biases.repeat_interleave(rows // 2, 0))
+    found = bindings.masked_product_backward(out, x, weight, weight, seed, 2, 1.0, [True] * 3)
+    assert all(torch.equal(got, torch.zeros_like(like)) for got, like in zip(found, (x, weight, weight), strict=True))
+
+
+def test_bound_masked_product_refuses(bindings: Any) -> None:
+    x, weight, seed = random(4, 3), random(5, 3), torch.tensor(SEED)
+    with pytest.raises(ValueError, match=r"biases: expected \[2, 5\]"):
+        bindings.masked_product_forward(x, weight, weight, random(5), seed, 2)
+    with pytest.raises(ValueError, match="multiple of 3 samples"):
+        bindings.masked_product_forward(x, weight, weight, None, seed, 3)
+    with pytest.raises(ValueError, match="x: expected at most 64 rows a sample, got 65"):
+        bindings.masked_product_forward(random(65, 3), weight, weight, None, seed, 1)
+    with pytest.raises(ValueError, match="grad: expected"):
+        bindings.masked_product_backward(random(4, 4), x, weight, weight, seed, 2, 1.0, [True] * 3)
+    with pytest.raises(ValueError, match="tau: expected a number > 0"):
+        bindings.masked_product_backward(random(4, 5), x, weight, weight, seed, 2, 0.0, [True] * 3)
 
 
 BOUND_MFNNR = [

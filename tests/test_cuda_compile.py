@@ -37,18 +37,25 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     assert all(size <= 48 * 1024 for size in shared), shared
 
 
-def test_masks_are_drawn_unfused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "kernel", "count"),
+    [
+        ("sample_mask", "forward_kernel", 8),  # four dtypes, one or four weights a thread
+        ("masked_linear", "thresholds_kernel", 4),
+    ],
+)
+def test_masks_are_drawn_unfused(file: str, kernel: str, count: int, tmp_path: Path) -> None:
     """Masks agree with other backends only if every product is rounded: an operator in place of an intrinsic would be
     fused, and change so few masks that no other test need see it."""
-    target = tmp_path / "sample_mask.ptx"
-    command = [find_nvcc(), "-std=c++17", "-O3", "-arch=sm_90", "-ptx", str(CUDA / "sample_mask.cu"), "-o", str(target)]
+    target = tmp_path / f"{file}.ptx"
+    command = [find_nvcc(), "-std=c++17", "-O3", "-arch=sm_90", "-ptx", str(CUDA / f"{file}.cu"), "-o", str(target)]
     subprocess.run(command, check=True)
     kernels = {
         name: body
         for name, body in re.findall(r"\.entry (\w+)\((.*?)^}", target.read_text(), re.DOTALL | re.MULTILINE)
-        if "forward_kernel" in name
+        if kernel in name
     }
-    assert len(kernels) == 8  # four dtypes, one or four weights a thread
+    assert len(kernels) == count
     for name, body in kernels.items():
         assert "mul.rn.f32" in body and "div.rn.f32" in body, name
         # ptxas could still fuse a sum without a rounding mode; the product mask * weight meets no sum

@@ -42,6 +42,7 @@ from tests.cuda_host.checks import (
     linears,
     random,
 )
+from tests.cuda_host.masked_linear import MaskedLinear, check_masked_linear
 
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
 
@@ -209,6 +210,29 @@ def test_sample_mask_infinite_weight(plain: Harness, weights: int) -> None:
     assert out[0].isnan().any() and out[0].isinf().any()
 
 
+# ---- masked_linear
+
+MASKED_LINEAR = [
+    *[MaskedLinear(sizes, dtype) for sizes in [(3, 5, 7), (33, 70, 36)] for dtype in FLOAT_DTYPES],  # 36: in quads
+    *[MaskedLinear((5, 9, 8), dtype, samples=3, tau=0.5, biased=False, pointer=True) for dtype in FLOAT_DTYPES],
+    *[MaskedLinear(sizes) for sizes in [(1, 1, 1), (64, 65, 66), (32, 64, 64), (16, 33, 67)]],
+    *[MaskedLinear(sizes) for sizes in [(0, 3, 4), (2, 0, 4), (2, 3, 0)]],
+    *[MaskedLinear((4, 6, 8), needs=needs) for needs in [(True, False), (False, True)]],
+    *[MaskedLinear((4, 6, inputs), special=True) for inputs in (5, 8)],
+]
+
+
+@pytest.mark.parametrize("case", MASKED_LINEAR, ids=MaskedLinear.id)
+def test_masked_linear(plain: Harness, case: MaskedLinear) -> None:
+    check_masked_linear(plain, case, DRAWS)
+
+
+def test_masked_linear_refuses_many_rows(plain: Harness) -> None:
+    with pytest.raises(LaunchError) as raised:
+        check_masked_linear(plain, MaskedLinear((65, 3, 4)))
+    assert raised.value.code == 1
+
+
 # ---- mfnnr
 
 MFNNR = [
@@ -273,6 +297,8 @@ def check_everything(harness: Harness, dtypes: Sequence[torch.dtype]) -> None:
         check_penalty(harness, [1, 0, 2049], dtype, 1.0)
         check_mask(harness, Mask(259, dtype, pointer=True))
         check_mask(harness, Mask(1028, dtype, samples=2, tau=0.5))
+        check_masked_linear(harness, MaskedLinear((34, 66, 37), dtype, pointer=True))
+        check_masked_linear(harness, MaskedLinear((5, 9, 68), dtype, tau=0.5, biased=False))
     for dtype in (F32, F64):
         check_mfnnr(harness, SMALL_MFNNR._replace(dtype=dtype))
     check_mfnnr(harness, Mfnnr((3, 5, 13, 11), (128,), (), mode=ARGMAX, context=False))
@@ -287,6 +313,8 @@ def test_address_and_undefined_behaviour_sanitizer(asan: Harness) -> None:
     for weights in (0, 1, 4):
         check_mask(asan, Mask(weights))
         check_mask(asan, Mask(weights, weighted=False, base=False))
+    for shape in [(1, 1, 1), (64, 64, 64), (0, 3, 4), (2, 0, 4), (2, 3, 0)]:
+        check_masked_linear(asan, MaskedLinear(shape))
 
 
 def test_thread_sanitizer(tsan: Harness) -> None:

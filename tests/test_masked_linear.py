@@ -417,10 +417,20 @@ def fuzz(seed: int) -> None:
         inputs, grad = arguments()
         raw.masked_linear_backward(grad, *inputs, random_tau(choose), random_needs(choose))
 
+    def product():
+        (x, weight, logits, *_, seed, samples), grad = arguments()
+        raw.masked_product_forward(
+            x, weight, logits, t((max(samples, 0), 5), (max(samples, 0), 1), (2, 5)), seed, samples
+        )
+        raw.masked_product_backward(
+            grad, x, weight, logits, seed, samples, random_tau(choose), random_needs(choose)[:3]
+        )
+
     calls = [
         lambda: raw.masked_linear(*arguments()[0], random_tau(choose)),
         lambda: raw.masked_linear_forward(*arguments()[0]),
         backward,
+        product,
     ]
     fuzzed(choose, calls)
 

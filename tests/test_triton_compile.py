@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 import triton.language as tl
-from fastmod.kernels import gated_residual, mfnnr, multiplex, range_penalty, sample_mask
+from fastmod.kernels import gated_residual, masked_linear, mfnnr, multiplex, range_penalty, sample_mask
 from fastmod.kernels._common import OPTIONS, row_tile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -228,6 +228,45 @@ def test_masks(dtype: str, target: str, tmp_path: Path) -> None:
         assert_no_spills(compiled, target, tmp_path)
         if name.startswith("forward"):
             assert_nothing_fused(compiled, target)
+
+
+def masked_linear_cases(dtype: str) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Name -> kernel and its values; with few rows and a word a weight, and with many rows in quads."""
+    p, wide = f"*{dtype}", COMPUTE[WIDE[dtype]]
+    factors = {"fp16": tl.float16, "bf16": tl.bfloat16}.get(dtype, wide)
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for rows, inputs in ((5, 33), (64, 64)):
+        quads = inputs == 64
+        shared = {
+            "weight_ptr": p, "off_ptr": "*i32", "seed_ptr": "*i64" if quads else None,
+            **masked_linear.tile(rows, inputs, factors, wide),
+        }  # fmt: skip
+        name = f"rows{rows}"
+        cases[f"forward-{name}"] = masked_linear.forward_kernel, {
+            **shared, "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": p,
+        }  # fmt: skip
+        cases[f"backward_x-{name}"] = masked_linear.backward_x_kernel, {**shared, "grad_ptr": p, "dx_ptr": p}
+        for at_one in (True, False):
+            optional = p if quads == at_one else None
+            cases[f"backward_weight-{name}-{'one' if at_one else 'any'}"] = masked_linear.backward_weight_kernel, {
+                **shared, "grad_ptr": p, "x_ptr": p, "logits_ptr": p, "dlogits_ptr": p, "dweight_ptr": optional,
+                "AT_ONE": at_one, **masked_linear.WEIGHT_TILE,
+            }  # fmt: skip
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target"),
+    [(dtype, target) for dtype in WIDE for target in TARGETS if dtype != "fp64" or target in ("sm_90", "gfx942")],
+)
+def test_masked_linear(dtype: str, target: str, tmp_path: Path) -> None:
+    values = {"logits_ptr": f"*{dtype}", "off_ptr": "*i32", "BLOCK": masked_linear.THRESHOLDS_BLOCK}
+    thresholds = compile_kernel(masked_linear.thresholds_kernel, target, values, **sample_mask.EXACT_OPTIONS)
+    assert_no_spills(thresholds, target, tmp_path)
+    assert_nothing_fused(thresholds, target)
+    for name, (kernel, values) in masked_linear_cases(dtype).items():
+        print(name, end=" ")
+        assert_no_spills(compile_kernel(kernel, target, values), target, tmp_path)
 
 
 def assert_nothing_fused(compiled: Any, target: str) -> None:

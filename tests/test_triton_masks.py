@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fastmod
 from fastmod import noise, ops
 from fastmod.ops._checks import FLOAT_DTYPES
 from fastmod.ops.sample_mask import reference, words_off
@@ -24,7 +25,7 @@ from tests.cuda_host.checks import (
     mask_logits,
     random,
 )
-from tests.interpreter import INTERPRETED, QUIET, interpreted, run_of
+from tests.interpreter import INTERPRETED, QUIET, drawing, interpreted, run_of, watched
 
 pytestmark = QUIET
 test_in_the_interpreter = run_of(__file__)
@@ -194,10 +195,6 @@ def test_repeats_are_bit_equal() -> None:
 # the public ops with the backend "triton"
 
 
-def drawing(dtype: torch.dtype, *shapes: Sequence[int]) -> Callable[[], list[Tensor]]:
-    return lambda: [torch.randn(shape).to(dtype) for shape in shapes]
-
-
 @interpreted
 @pytest.mark.parametrize("tau", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -211,20 +208,6 @@ def test_public_masks(dtype: torch.dtype, tau: float) -> None:
         draws=2,
         backend="triton",
     )
-
-
-@interpreted
-@pytest.mark.parametrize("tau", [1.0, 0.5])
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_masked_linear(dtype: torch.dtype, tau: float) -> None:
-    def layer(x: Tensor, weight: Tensor, logits: Tensor, *rest: Tensor) -> Tensor:
-        names = ("bias", "bias_logits")[: len(rest)]
-        return ops.masked_linear(x, weight, logits, 3, seed=2**33 + 1, tau=tau, **dict(zip(names, rest, strict=True)))
-
-    assert_agrees(layer, drawing(dtype, (3, 2, 8), (4, 8), (4, 8), (4,), (4,)), draws=2, backend="triton")
-    if dtype == torch.float32:
-        for shapes in [[(6, 5), (7, 5), (7, 5)], [(6, 5), (7, 5), (7, 5), (7,)], [(0, 5), (7, 5), (7, 5), (7,), (7,)]]:
-            assert_agrees(layer, drawing(dtype, *shapes), draws=2, backend="triton")
 
 
 @interpreted
@@ -247,25 +230,11 @@ def test_masked_conv2d(dtype: torch.dtype, tau: float) -> None:
 
 @interpreted
 def test_public_masks_come_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend "triton" really runs these kernels, in every public op."""
-    import fastmod
-
-    launched = []
-
-    class Watched:
-        def __init__(self, name: str, kernel: Any) -> None:
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            launched.append(self.name)
-            return self.kernel[grid]
-
-    for name in ("forward_kernel", "backward_kernel"):
-        monkeypatch.setattr(sample_mask_kernels, name, Watched(name, getattr(sample_mask_kernels, name)))
-    x, image = random(4, 5), random(4, 2, 4, 4)
+    """The backend "triton" really runs these kernels."""
+    launched = watched(monkeypatch, sample_mask_kernels, "forward_kernel", "backward_kernel")
+    image = random(4, 2, 4, 4)
     calls: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
         ((3,), lambda logits: ops.sample_mask(logits, 2, seed=1)),
-        ((3, 5), lambda logits: ops.masked_linear(x, torch.ones(3, 5), logits, 2, seed=1)),
         ((3, 2, 2, 2), lambda logits: ops.masked_conv2d(image, torch.ones(3, 2, 2, 2), logits, 2, seed=1)),
     ]
     for shape, call in calls:

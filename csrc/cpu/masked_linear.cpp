@@ -2,7 +2,6 @@
 #include <ATen/Functions.h>
 
 #include "cpu/masks.h"
-#include "masked_layers.h"
 #include "philox.h"
 
 namespace fastmod::cpu {
@@ -11,8 +10,6 @@ namespace {
 // Units of the backward's work, one partial sum of the gradient of x a group of rows: however many threads there are, so
 // that their number does not change a result.
 constexpr int64_t kUnits = 16;
-// With so many rows the masks cost little beside the products, at which torch's libraries are better.
-constexpr int64_t kManyRows = 256;
 constexpr int64_t kMaxPartialBytes = 32ll << 20;  // memory of the partial sums of the gradient of x
 
 int64_t parts(int64_t size, int64_t each) { return (size + each - 1) / each; }
@@ -43,26 +40,22 @@ Tensor transposed_tiles(const Tensor& x, const MaskedLinearArgs<T>& args) {
   return turned;
 }
 
-Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& bias,
-                             const OptionalTensor& bias_logits, const Tensor& seed, int64_t samples) {
-  check_masked_linear(x, weight, logits, bias, bias_logits, samples);
-  check_mask_noise(seed, 0, samples, kStreamMask);
-  if (leading_size(x, 1) / samples > kManyRows)
-    return masked_linear_forward_by_samples<false>(x, weight, logits, bias, bias_logits, seed, samples);
+Tensor masked_product_forward(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& biases,
+                              const Tensor& seed, int64_t samples) {
+  check_masked_product(x, weight, logits, biases, seed, samples);
   auto sizes = x.sizes().vec();
   sizes.back() = weight.size(0);
   const Tensor out = empty_wide(sizes, x);
   if (out.numel() == 0) return in_type(out, x.scalar_type());
   const Tensor xr = readable(x), w = readable(weight), l = readable(logits);
-  Tensor biases = bias_samples(false, bias, bias_logits, seed, samples);  // [S, out]
-  if (bias) biases = readable(biases);
+  const Tensor added = biases ? readable(*biases) : Tensor();
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
     MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, 1.0);
     const Tensor turned = transposed_tiles<T>(xr, args);
     args.tiles = turned.const_data_ptr<T>();
-    args.bias = bias ? biases.const_data_ptr<T>() : nullptr;
+    args.bias = biases ? added.const_data_ptr<T>() : nullptr;
     args.result = out.data_ptr<T>();
     const double cycles = double(kMaskedRows) * args.in * samples * (1.5 + args.rows / 28.0);
     for_each<T>(parts(args.out, kMaskedRows), cycles, kernel.masked_linear_scratch(args), x,
@@ -71,25 +64,15 @@ Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor
   return in_type(out, x.scalar_type());
 }
 
-std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                           const Tensor& logits, const OptionalTensor& bias,
-                                           const OptionalTensor& bias_logits, const Tensor& seed, int64_t samples,
-                                           double tau, Needs needs) {
-  check_masked_linear(x, weight, logits, bias, bias_logits, samples);
-  check_mask_noise(seed, 0, samples, kStreamMask);
-  check_like(x, grad, "grad");
-  TORCH_CHECK_VALUE(tau > 0, "tau: expected a number > 0, got ", tau);
+std::vector<Tensor> masked_product_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                            const Tensor& logits, const Tensor& seed, int64_t samples, double tau,
+                                            std::array<bool, 3> needs) {
+  check_masked_product_grad(grad, x, weight, logits, seed, samples, tau);
+  const auto [need_x, need_weight, need_logits] = needs;
   const int64_t batch = leading_size(x, 1), out = weight.size(0), in = weight.size(1);
-  TORCH_CHECK_VALUE(grad.dim() == x.dim() && grad.numel() == batch * out && grad.size(-1) == out,
-                    "grad: expected [B, ..., ", out, "], got ", grad.sizes());
-  if (batch / samples > kManyRows)
-    return masked_linear_backward_by_samples<false>(grad, x, weight, logits, bias, bias_logits, seed, samples, tau, needs);
   const auto type = x.scalar_type();
-  std::vector<Tensor> result(kMaskedInputs, at::empty({0}, x.options()));
+  std::vector<Tensor> result(3, at::empty({0}, x.options()));
   const Tensor g = readable(grad), xr = readable(x), w = readable(weight), l = readable(logits);
-  if (wants_bias(bias, needs))
-    bias_gradients(false, in_type(g.view({samples, batch / samples, out}).sum(1), type), *bias, bias_logits, seed, tau, needs,
-                   result);
   const bool empty = batch == 0 || out == 0 || in == 0;
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
@@ -103,9 +86,9 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
     const int64_t across = std::max<int64_t>(parts(in, kMaskedColumns), 1), blocks = parts(out, kMaskedRows);
     const int64_t afford = kMaxPartialBytes / std::max<int64_t>(batch * in * sizeof(T), 1);
     const int64_t groups = std::max<int64_t>(std::min({kUnits / across, blocks, afford}), 1);
-    const Tensor grad_logits = wide(needs[kLogits], logits), grad_weight = wide(needs[kWeight], weight);
-    Tensor partial = wide(needs[kX], x);
-    if (needs[kX] && groups > 1 && !empty) partial = empty_wide({groups, x.numel()}, x);
+    const Tensor grad_logits = wide(need_logits, logits), grad_weight = wide(need_weight, weight);
+    Tensor partial = wide(need_x, x);
+    if (need_x && groups > 1 && !empty) partial = empty_wide({groups, x.numel()}, x);
     MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, tau);
     args.x = xr.const_data_ptr<T>();
     args.grad = g.const_data_ptr<T>();
@@ -118,12 +101,12 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
                                     {group * blocks / groups * kMaskedRows,
                                      std::min((group + 1) * blocks / groups * kMaskedRows, out), column,
                                      std::min(kMaskedColumns, in - column),
-                                     needs[kX] ? pointer(partial) + group * x.numel() : nullptr},
+                                     need_x ? pointer(partial) + group * x.numel() : nullptr},
                                     scratch);
     });
-    if (needs[kX]) result[kX] = in_type((groups > 1 && !empty ? partial.sum(0) : partial).view(x.sizes()), type);
-    if (needs[kLogits]) result[kLogits] = in_type(grad_logits, type);
-    if (needs[kWeight]) result[kWeight] = in_type(grad_weight, type);
+    if (need_x) result[0] = in_type((groups > 1 && !empty ? partial.sum(0) : partial).view(x.sizes()), type);
+    if (need_logits) result[2] = in_type(grad_logits, type);
+    if (need_weight) result[1] = in_type(grad_weight, type);
   });
   return result;
 }
@@ -131,8 +114,8 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fastmod, CPU, m) {
-  m.impl("masked_linear_forward", masked_linear_forward);
-  m.impl("masked_linear_backward", masked_linear_backward);
+  m.impl("masked_product_forward", masked_product_forward);
+  m.impl("masked_product_backward", masked_product_backward);
 }
 
 }  // namespace fastmod::cpu

@@ -64,6 +64,7 @@ __device__ C fnn_tile(const Input<C>& input, const Fnn<C>& fnn, C* copy, int64_t
         __syncthreads();
         const C* source = layer == 0 ? staged_input + row0 * kDepth : hidden + row0 * kWidth + k0;
         const int pitch = layer == 0 ? kDepth : kWidth;
+        C parts[kPerThread][kPerThread] = {};  // summed by chunks, which rounds less than one long sum
 #pragma unroll 4
         for (int k = 0; k < kDepth; ++k) {
           C left[kPerThread], right[kPerThread];
@@ -74,8 +75,13 @@ __device__ C fnn_tile(const Input<C>& input, const Fnn<C>& fnn, C* copy, int64_t
 #pragma unroll
           for (int i = 0; i < kPerThread; ++i) {
 #pragma unroll
-            for (int j = 0; j < kPerThread; ++j) sums[i][j] += left[i] * right[j];
+            for (int j = 0; j < kPerThread; ++j) parts[i][j] += left[i] * right[j];
           }
+        }
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+#pragma unroll
+          for (int j = 0; j < kPerThread; ++j) sums[i][j] += parts[i][j];
         }
       }
       if (!last) __syncthreads();  // every thread has read `hidden`, which is now overwritten

@@ -1,13 +1,11 @@
 // sample_mask: binary masks over weights, times the weights, and the gradient of their logits. A thread takes its
 // weights through all samples; each weight's threshold is computed once.
-#include "../mask_constants.h"
-#include "common.cuh"
+#include "masks.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kQuad = 4;  // words of one Philox call
 
 // Neighbouring elements that one thread reads and writes at once, 16 bytes at most.
 template <typename T, int kEach>
@@ -25,34 +23,6 @@ __device__ void store(const Pack<T, kEach>& pack, T* to) {
   *reinterpret_cast<Pack<T, kEach>*>(to) = pack;
 }
 
-__device__ float to_float(float value) { return value; }
-__device__ float to_float(double value) { return static_cast<float>(value); }
-__device__ float magnitude(float value) { return fabsf(value); }
-__device__ double magnitude(double value) { return fabs(value); }
-
-// How many words switch a weight off: the formula of mask_constants.h. The intrinsics are never fused into FMAs, whose
-// single rounding other backends do not have.
-__device__ int32_t words_off(float logit) {
-  if (logit != logit) return mask::kWords;
-  // Constants of their own: device code cannot index a constexpr array of the host.
-  constexpr float c0 = mask::kExp[0], c1 = mask::kExp[1], c2 = mask::kExp[2];
-  constexpr float c3 = mask::kExp[3], c4 = mask::kExp[4], c5 = mask::kExp[5];
-  const float size = fabsf(logit), d = size < mask::kCap ? size : mask::kCap;
-  const int32_t n = static_cast<int32_t>(__fadd_rn(__fmul_rn(d, mask::kLog2e), 0.5f));
-  const float whole = static_cast<float>(n);
-  const float x = __fadd_rn(__fsub_rn(__fmul_rn(whole, mask::kLn2High), d), __fmul_rn(whole, mask::kLn2Low));
-  float p = __fadd_rn(__fmul_rn(c0, x), c1);
-  p = __fadd_rn(__fmul_rn(p, x), c2);
-  p = __fadd_rn(__fmul_rn(p, x), c3);
-  p = __fadd_rn(__fmul_rn(p, x), c4);
-  p = __fadd_rn(__fmul_rn(p, x), c5);
-  p = __fadd_rn(__fadd_rn(__fmul_rn(p, __fmul_rn(x, x)), x), 1.0f);
-  const float a = __fmul_rn(p, __int_as_float((127 - n) << 23));
-  const float share = __fdiv_rn(a, __fadd_rn(a, 1.0f));
-  const int32_t off = static_cast<int32_t>(__fadd_rn(__fmul_rn(share, mask::kWordsF), 0.5f));
-  return logit < 0.0f ? mask::kWords - off : off;
-}
-
 // The words of the kEach elements from `index` on; four if index is a multiple of 4.
 template <int kEach>
 __device__ Pack<uint32_t, kEach> noise_words(int64_t seed, uint64_t index, uint32_t stream) {
@@ -64,8 +34,6 @@ __device__ Pack<uint32_t, kEach> noise_words(int64_t seed, uint64_t index, uint3
     return {{noise_word(seed, index, stream)}};
   }
 }
-
-__device__ int64_t seed_of(const MaskNoise& noise) { return noise.seed ? *noise.seed : noise.seed_value; }
 
 // Of element `at` of a sample; unsigned, since it may exceed 2^63.
 __device__ uint64_t noise_index(const MaskNoise& noise, int64_t sample, int64_t count, int64_t at) {
@@ -103,23 +71,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// s(1 - s) at temperature 1: with decay = exp(-|l|) and u counted from the side that l favours,
-// s = u / (u + decay (1 - u)).
-template <typename C>
-__device__ C slope_at_one(C u, bool low, C decay) {
-  const C v = C(1) - u, with = low ? v : u, against = low ? u : v;
-  const C sum = with + decay * against;
-  return with * against * decay / (sum * sum);
-}
-
-// s(1 - s) / tau of s = sigmoid((l + log(u / (1 - u))) / tau)
-template <typename C>
-__device__ C slope_at(C u, C logit, C tau) {
-  const C z = (logit + (logarithm(u) - logarithm(C(1) - u))) / tau;
-  const C e = exponential(-magnitude(z)), sum = C(1) + e;
-  return e / (sum * sum) / tau;
-}
-
 template <typename T, int kEach>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const T* grad, const T* logits, const T* weight, const T* base, T* grad_logits, Compute<T> tau,
@@ -142,8 +93,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const C u = uniform_from_word<C>(words.value[i]);
-      const C slope = tau == C(1) ? slope_at_one(u, logit[i] < C(0), decay[i]) : slope_at(u, logit[i], tau);
-      total[i] += widen(grads.value[i]) * slope;
+      total[i] += widen(grads.value[i]) * mask_slope(u, logit[i], decay[i], tau);
     }
   }
   Pack<T, kEach> result;

@@ -18,7 +18,7 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr", "sample_mask"]
+KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr", "sample_mask", "masked_linear"]
 
 _FLAGS = ["-std=c++17", "-fPIC", "-O1", "-g1", "-ffp-contract=fast", "-fno-tree-vectorize", "-DFASTMOD_CUDA_HOST"]
 _FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{ROOT / 'csrc' / 'cuda'}"]
