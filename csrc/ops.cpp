@@ -46,8 +46,6 @@ constexpr const char* kCpuSchemas[] = {
     "square_sum(Tensor[] tensors) -> float",
     "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, "
     "float grads_square_sum, float max_norm, float lr, float beta1, float beta2, float epsilon) -> ()",
-    "clipped_adam_(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, float "
-    "max_norm, float lr, float beta1, float beta2, float epsilon) -> bool",
 };
 
 // ---------------------------------------------------------------- multiplex

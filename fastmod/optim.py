@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,9 @@ class Adam(torch.optim.Adam):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As torch's. While nobody watches, without the profiler's record around it: that and the search for hooks take
         as long as the update of a small model."""
-        if closure is not None:
-            return self._watched_step(closure)
-        with torch.no_grad():
-            if not self._watched() and self._one_call():
-                return None
-        return self._watched_step()
+        if closure is None and not self._watched() and self._one_call():
+            return None
+        return self._watched_step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps what has no such mark; it is _watched_step that is wrapped
 
@@ -85,13 +82,11 @@ class Adam(torch.optim.Adam):
     def _one_call(self) -> bool:
         """The common case: the one group of the last step, all of it with gradients again."""
         known = self.__dict__.get("_known")
-        if known is None or len(known) != 1 or not known[0].looks_the_same():
+        if known is None or len(known) != 1 or not known[0].looks_the_same(self.state):
             return False
         fast = known[0]
         (beta1, beta2), lr, eps = fast.group["betas"], fast.group["lr"], fast.group["eps"]
-        return torch.ops.fastmod.clipped_adam_.default(
-            fast.params, fast.means, fast.squares, fast.steps, self.max_norm or 0.0, lr, beta1, beta2, eps
-        )
+        return fast.step(self.max_norm or 0.0, lr, beta1, beta2, eps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, without the profiler's record around it, which costs more than a small model's gradients."""
@@ -106,7 +101,7 @@ class Adam(torch.optim.Adam):
         """The lists that the extension takes; made once, and anew when parameters, their state or who has a gradient
         change. None: something is asked for that the extension does not do."""
         known = self.__dict__.get("_known")
-        if known is not None and all(f.fits() for f in known):
+        if known is not None and all(f.fits(self.state) for f in known):
             return known
         known = []
         for group in self.param_groups:
@@ -163,24 +158,31 @@ class _Fast:
     def __post_init__(self) -> None:
         self.without = [p for p in self.group["params"] if p.grad is None]
         self.places = [p.data_ptr() for p in self.params]  # model.to(...) moves the parameters, not these lists
+        lists = torch.classes.fastmod.AdamLists(self.params, self.means, self.squares, self.steps)
+        self.step = lists.step
 
-    def looks_the_same(self) -> bool:
-        """A quick look; the extension finds gradients that are missing by itself."""
+    def looks_the_same(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+        """A quick look; the extension finds parameters that have moved and gradients that are missing by itself."""
         return (
             not self.without
             and len(self.group["params"]) == len(self.params)
-            and [p.data_ptr() for p in self.params] == self.places
+            and self._has_state_of(state)
             and _options_are_plain(self.group)
         )
 
-    def fits(self) -> bool:
+    def fits(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
         """Whether nothing has changed that the lists were made for."""
         return (
             all(p.grad is not None for p in self.params)
             and all(p.grad is None for p in self.without)
             and [p.data_ptr() for p in self.params] == self.places
+            and self._has_state_of(state)
             and _options_are_plain(self.group)
         )
+
+    def _has_state_of(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+        """Whether these are still the optimiser's moments; its state may have been emptied or put in anew."""
+        return state[self.params[0]].get("exp_avg") is self.means[0] if self.params[0] in state else False
 
 
 def _dense(gradient: Tensor | None) -> Tensor:

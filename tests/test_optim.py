@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -94,6 +95,32 @@ def test_reload_is_bit_exact() -> None:
     for model, which in ((ours, optimizer), (twin, other)):
         train(model, which, range(5, 10), 1.0, None)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), twin.parameters(), strict=True))
+
+
+def test_emptied_state_begins_anew() -> None:
+    """Some training codes restart an optimiser by emptying its state: the moments of before must not live on."""
+    ours, theirs = net(), net()
+    pairs = [(ours, Adam(ours.parameters(), 1e-2)), (theirs, torch.optim.Adam(theirs.parameters(), 1e-2))]
+    for model, optimizer in pairs:
+        train(model, optimizer, range(5), 1.0, None)
+        optimizer.state.clear()
+        train(model, optimizer, range(5, 8), 1.0, None)
+        assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_step_by_themselves() -> None:
+    """deepcopy and pickle: a copy has moments and parameters of its own."""
+    ours = net()
+    optimizer = Adam(ours.parameters(), 1e-2, max_norm=0.1)
+    train(ours, optimizer, range(3), 1.0, None)
+    twin, copied = copy.deepcopy((ours, optimizer))
+    loaded, other = pickle.loads(pickle.dumps((ours, optimizer)))
+    for model, which in ((ours, optimizer), (twin, copied), (loaded, other)):
+        train(model, which, range(3, 6), 1.0, None)
+    for model in (twin, loaded):
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), model.parameters(), strict=True))
 
 
 def test_threads_do_not_change_a_bit() -> None:

@@ -1,5 +1,7 @@
 // One call for the whole optimiser step: small models have few numbers in many tensors, so that a call per tensor, or
 // a few of them, costs more than the arithmetic. fastmod/optim.py is the only caller.
+#include <torch/custom_class.h>
+
 #include "cpu/host.h"
 
 namespace fastmod::cpu {
@@ -73,22 +75,25 @@ double clipping_scale(double square_sum, double max_norm) {
   return std::isnan(norm) ? norm : std::min(max_norm / (norm + 1e-6), 1.0);
 }
 
-// grads_square_sum: of all gradients that are clipped together, these among them.
-void adam_(TensorList params, TensorList grads, TensorList means, TensorList squares, TensorList steps,
-           double grads_square_sum, double max_norm, double lr, double beta1, double beta2, double epsilon) {
+void check_state(TensorList params, TensorList means, TensorList squares, TensorList steps) {
   check_floating(params, "params");
   check_alike(params, params, "params");
-  check_alike(grads, params, "grads");
   check_alike(means, params, "exp_avgs");
   check_alike(squares, params, "exp_avg_sqs");
   TORCH_CHECK_VALUE(steps.size() == params.size(), "steps: expected ", params.size(), " tensors, got ", steps.size());
+  for (const Tensor& step : steps)
+    TORCH_CHECK_VALUE(step.numel() == 1 && step.scalar_type() == at::kFloat && step.device().is_cpu(),
+                      "steps: expected scalars of float32 on the CPU");
+}
+
+// grads_square_sum: of all gradients that are clipped together, these among them.
+void update(TensorList params, TensorList grads, TensorList means, TensorList squares, TensorList steps,
+            double grads_square_sum, double max_norm, double lr, double beta1, double beta2, double epsilon) {
   const double grad_scale = clipping_scale(grads_square_sum, max_norm);
   size_t bytes = 0;
   for (const Tensor& param : params) bytes += param.nbytes();
   std::vector<AdamArgs> args;
   for (const Tensor& step : steps) {
-    TORCH_CHECK_VALUE(step.numel() == 1 && step.scalar_type() == at::kFloat && step.device().is_cpu(),
-                      "steps: expected scalars of float32 on the CPU");
     const double count = *step.data_ptr<float>() += 1;
     args.push_back({grad_scale, beta1, beta2, lr / (1 - std::pow(beta1, count)),
                     1 / std::sqrt(1 - std::pow(beta2, count)), epsilon, bytes >= kLargeBytes});
@@ -106,28 +111,58 @@ void adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
   for (const Tensor& param : params) param.unsafeGetTensorImpl()->bump_version();  // autograd sees the change
 }
 
-// Reads the gradients off the parameters, clips them to max_norm (none if <= 0) and steps. False, with nothing done, if
-// a gradient is missing or is none that the kernels can read: the caller then takes the long way.
-bool clipped_adam_(TensorList params, TensorList means, TensorList squares, TensorList steps, double max_norm,
-                   double lr, double beta1, double beta2, double epsilon) {
-  std::vector<Tensor> grads;
-  grads.reserve(params.size());
-  for (const Tensor& param : params) {
-    const Tensor& grad = param.grad();
-    if (!grad.defined() || grad.layout() != at::kStrided || !grad.is_contiguous()) return false;
-    grads.push_back(grad);
-  }
-  const double sum = max_norm > 0 ? square_sum(grads) : 0;
-  adam_(params, grads, means, squares, steps, sum, max_norm, lr, beta1, beta2, epsilon);
-  return true;
+void adam_(TensorList params, TensorList grads, TensorList means, TensorList squares, TensorList steps,
+           double grads_square_sum, double max_norm, double lr, double beta1, double beta2, double epsilon) {
+  check_state(params, means, squares, steps);
+  check_alike(grads, params, "grads");
+  update(params, grads, means, squares, steps, grads_square_sum, max_norm, lr, beta1, beta2, epsilon);
 }
+
+// What a step needs again and again, kept here: four lists of tensors handed over by Python at every step would cost as
+// much as the arithmetic of a small model.
+class AdamLists final : public torch::CustomClassHolder {
+ public:
+  AdamLists(std::vector<Tensor> params, std::vector<Tensor> means, std::vector<Tensor> squares,
+            std::vector<Tensor> steps)
+      : params_(std::move(params)), means_(std::move(means)), squares_(std::move(squares)), steps_(std::move(steps)) {
+    check_state(params_, means_, squares_, steps_);
+    for (const Tensor& param : params_) places_.push_back(param.data_ptr());
+  }
+
+  // Reads the gradients off the parameters, clips them to max_norm (none if <= 0) and steps. False, with nothing done, if
+  // a parameter has moved, or if a gradient is missing or is none that the kernels can read: the caller then takes the
+  // long way.
+  bool step(double max_norm, double lr, double beta1, double beta2, double epsilon) {
+    std::vector<Tensor> grads;
+    grads.reserve(params_.size());
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const Tensor &param = params_[i], &grad = param.grad();
+      if (param.data_ptr() != places_[i] || !grad.defined() || grad.layout() != at::kStrided || !grad.is_contiguous() ||
+          !grad.device().is_cpu() || grad.scalar_type() != param.scalar_type() || grad.sizes() != param.sizes())
+        return false;
+      grads.push_back(grad);
+    }
+    const double sum = max_norm > 0 ? square_sum(grads) : 0;
+    update(params_, grads, means_, squares_, steps_, sum, max_norm, lr, beta1, beta2, epsilon);
+    return true;
+  }
+
+ private:
+  std::vector<Tensor> params_, means_, squares_, steps_;
+  std::vector<void*> places_;  // model.to(...) moves the parameters, not these lists
+};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fastmod, CPU, m) {
   m.impl("square_sum", square_sum);
   m.impl("adam_", adam_);
-  m.impl("clipped_adam_", clipped_adam_);
+}
+
+TORCH_LIBRARY_FRAGMENT(fastmod, m) {
+  m.class_<AdamLists>("AdamLists")
+      .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>>())
+      .def("step", &AdamLists::step);
 }
 
 }  // namespace fastmod::cpu
