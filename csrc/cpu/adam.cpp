@@ -93,8 +93,14 @@ void update(TensorList params, TensorList grads, TensorList means, TensorList sq
   size_t bytes = 0;
   for (const Tensor& param : params) bytes += param.nbytes();
   std::vector<AdamArgs> args;
+  double last = 0;  // most parameters have made as many steps as their neighbours
   for (const Tensor& step : steps) {
     const double count = *step.data_ptr<float>() += 1;
+    if (count == last) {
+      args.push_back(args.back());
+      continue;
+    }
+    last = count;
     args.push_back({grad_scale, beta1, beta2, lr / (1 - std::pow(beta1, count)),
                     1 / std::sqrt(1 - std::pow(beta2, count)), epsilon, bytes >= kLargeBytes});
   }

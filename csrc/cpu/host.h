@@ -62,8 +62,8 @@ void for_each(int64_t count, double cycles_each, int64_t scratch_size, const at:
   const double wanted = count * cycles_each / kCyclesPerThread;
   const int64_t most = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), count);
   const int64_t threads = std::max<int64_t>(1, wanted < most ? static_cast<int64_t>(std::ceil(wanted)) : most);
-  const at::Tensor scratch = empty_wide({threads * scratch_size}, like);
-  T* memory = scratch.data_ptr<T>();
+  const at::Tensor scratch = scratch_size ? empty_wide({threads * scratch_size}, like) : at::Tensor();
+  T* memory = scratch_size ? scratch.data_ptr<T>() : nullptr;
   if (threads == 1) {
     for (int64_t i = 0; i < count; ++i) body(i, memory);
     return;

@@ -116,7 +116,7 @@ class AddMulTrial(Trial):
     def loss(self, blocks: Tensor, digit: Tensor) -> Tensor:  # type: ignore[override]
         answer = self.model(blocks)[:, 0]
         if self.config.loss == "squared":
-            error = F.mse_loss(answer, F.one_hot(digit, BLOCK).float())
+            error = F.mse_loss(answer, arithmetic.one_hot(digit))
         else:
             error = F.cross_entropy(answer, digit)
         return error + models.penalty(self.model)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmod.studies import models
+from fastmod.studies import arithmetic, models
 from fastmod.studies.config import StudyError
 from fastmod.studies.study import Outcome, Record, Row, Study
 from fastmod.studies.trial import Trial
@@ -92,9 +92,9 @@ class AlgoTrial(Trial):
     def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         chunk, batch, times = self.config.chunk, self.config.batch, self.config.applications
         digits, tasks, states = sequences(chunk * batch, times, generator)
-        start = F.one_hot(digits, BLOCK).float().view(chunk, batch, VARIABLES, BLOCK)
+        start = arithmetic.one_hot(digits).view(chunk, batch, VARIABLES, BLOCK)
         named = self.task_blocks[tasks].view(times, chunk, batch, BLOCK).transpose(0, 1)
-        goal = F.one_hot(states[-1], BLOCK).float().view(chunk, batch, VARIABLES, BLOCK)
+        goal = arithmetic.one_hot(states[-1]).view(chunk, batch, VARIABLES, BLOCK)
         return start, named, goal
 
     def loss(self, state: Tensor, tasks: Tensor, goal: Tensor) -> Tensor:  # type: ignore[override]
@@ -106,7 +106,7 @@ class AlgoTrial(Trial):
 
     def evaluate(self) -> dict[str, float]:
         digits, tasks, states = sequences(_EVALUATED, LONGEST, self.generator("evaluation"))
-        state = F.one_hot(digits, BLOCK).float()
+        state = arithmetic.one_hot(digits)
         right = []
         for task, expected in zip(tasks, states, strict=True):
             state = self.advance(state, self.task_blocks[task])
@@ -178,7 +178,7 @@ class Algo(Study):
     def examples(self, config: AlgoConfig, device: torch.device) -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
         digits = torch.randint(10, (512, VARIABLES), generator=generator, device=device)
-        blocks = F.one_hot(digits, BLOCK).float()
+        blocks = arithmetic.one_hot(digits)
         examples = {}
         for task in range(VARIABLES):
             named = torch.eye(VARIABLES, BLOCK, device=device)[task].expand(len(blocks), 1, BLOCK)

@@ -9,9 +9,14 @@ from torch import Tensor
 BLOCK = 10
 
 
+def one_hot(digits: Tensor, size: int = BLOCK) -> Tensor:
+    """Whole numbers ``[...]`` as fp32 ``[..., size]``: rows of a unit matrix, faster than ``F.one_hot``."""
+    return F.embedding(digits, torch.eye(size, device=digits.device))
+
+
 def one_hot_blocks(digits: Tensor, task: Tensor) -> Tensor:
     """``digits [..., K]`` and ``task [...]`` as one-hot blocks ``[..., K + 1, 10]``, the task's block last."""
-    return F.one_hot(torch.cat([digits, task.unsqueeze(-1)], -1), BLOCK).float()
+    return one_hot(torch.cat([digits, task.unsqueeze(-1)], -1))
 
 
 def uniform_pairs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

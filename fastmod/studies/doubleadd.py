@@ -54,7 +54,7 @@ class DoubleAddTrial(Trial):
         if not self.config.restrict_always:
             second = torch.where(task.unsqueeze(-1).bool(), second, arithmetic.uniform_pairs(shape, generator))
         blocks, digit = blocks_of(first, second, task)
-        return blocks, F.one_hot(digit, BLOCK).float()
+        return blocks, arithmetic.one_hot(digit)
 
     def loss(self, blocks: Tensor, goal: Tensor) -> Tensor:  # type: ignore[override]
         answer = self.model(blocks)[:, 0]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod.studies import mask_figures, mask_nets, masking
+from fastmod.studies.arithmetic import one_hot
 from fastmod.studies.mask_nets import LIMIT, ROWS, SPARSE
 from fastmod.studies.study import Outcome, Row, Study
 
@@ -33,7 +33,7 @@ class MaskAddMulConfig(mask_nets.ArithmeticConfig):
 
 def inputs_of(numbers: Tensor, operation: Tensor) -> Tensor:
     """``numbers [..., 2]`` and ``operation [...]`` (0 adds, 1 multiplies) as ``[..., 42]``."""
-    return torch.cat([mask_nets.one_hot_digits(numbers), F.one_hot(operation, 2).float()], -1)
+    return torch.cat([mask_nets.one_hot_digits(numbers), one_hot(operation, 2)], -1)
 
 
 def answers_of(numbers: Tensor, operation: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmod.studies.arithmetic import one_hot
 from fastmod.studies.config import StudyError
 from fastmod.studies.masking import MaskConfig
 
@@ -84,7 +85,7 @@ def digits_of(numbers: Tensor) -> Tensor:
 
 def one_hot_digits(numbers: Tensor) -> Tensor:
     """Numbers below 100 ``[..., K]`` as ``[..., K * 20]``: two digits each, the least significant first."""
-    return F.one_hot(digits_of(numbers), DIGIT).flatten(-3).float()
+    return one_hot(digits_of(numbers), DIGIT).flatten(-3)
 
 
 def digit_loss(scores: Tensor, digits: Tensor) -> Tensor:
