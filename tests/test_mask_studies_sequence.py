@@ -332,7 +332,7 @@ def test_mathematics_trial(tmp_path: Path) -> None:
 
 def test_mathematics_warms_up(tmp_path: Path) -> None:
     sizes = {"width": 8, "inner": 8, "layers": 1, "heads": 2, "questions": 20, "validation": 5}
-    settings = {**TINY, **sizes, "steps": 8, "lr": 1.0, "warmup": 6, "data": str(sums(tmp_path))}
+    settings = {**TINY, **sizes, "steps": 8, "lr": 1.0, "lr_end": 1.0, "warmup": 6, "data": str(sums(tmp_path))}
     trial = mask_math.MaskMathTrial(changed(mask_math.MaskMathConfig(), settings), "add_or_sub", 0, CPU)
     assert rates_of(trial, 8) == pytest.approx([1 / 3, 2 / 3, 1, 1])
 
@@ -362,7 +362,7 @@ def test_mathematics_measures_what_it_did_not_learn(tmp_path: Path) -> None:
         ("mask-cifar", {"channels": (1, 2)}, "four sizes"),
         ("mask-cifar", {"removed": ("plane",)}, "airplane"),
         ("mask-math", {"validation": 0}, "validation"),
-        ("mask-math", {"batch": 12}, "samples"),
+        ("mask-math", {"mask_batch": 12}, "samples"),
     ],
 )
 def test_settings_that_cannot_be(study: str, setting: dict[str, Any], words: str) -> None:

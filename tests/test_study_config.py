@@ -232,7 +232,7 @@ def test_plan_is_read_back_as_it_was(tmp_path: Path, study: str) -> None:
 def test_owner_tells_trials_and_settings_apart() -> None:
     other = [
         dataclasses.replace(PLAN, study="addmul"),
-        *(dataclasses.replace(PLAN, settings={**PLAN.settings, **new}) for new in ({"lr": 1e-3}, {"noisy": True})),
+        *(dataclasses.replace(PLAN, settings={**PLAN.settings, **new}) for new in ({"lr": 3e-4}, {"noisy": True})),
         dataclasses.replace(PLAN, settings={**PLAN.settings, "lr": math.nextafter(PLAN.settings["lr"], 1)}),
     ]
     owners = [PLAN.owner("SMFR", 0), PLAN.owner("SMFR", 1), PLAN.owner("FNN", 0), *(p.owner("SMFR", 0) for p in other)]

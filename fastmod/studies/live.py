@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FAST, PLAIN = "SMFR", "SMFR_plain"
 #: Larger steps than the paper's: the same rule in a quarter of the time, for a show.
-SETTINGS = {"lr": 1e-3, "clip": 1.0, "steps": 20_000, "evaluate_every": 500, "until_solved": True}
+SETTINGS = {"steps": 20_000, "evaluate_every": 500, "until_solved": True}
 _SHARE = 0.3  # seconds that the plain model gets for each second of the fast one
 
 
