@@ -8,6 +8,7 @@ struct MaskedPiece {
   static constexpr int64_t kStride = kMaskedColumns + 64 / sizeof(T);
   static constexpr int64_t kSize = kMaskedRows * kStride;
   const MaskedLinearArgs<T>& args;
+  const NoiseKeys keys;
   int64_t first, count, column, columns;
   int32_t* off;
   T *decay, *masked, *outer;        // outer: the gradient of the masked piece
@@ -16,7 +17,7 @@ struct MaskedPiece {
 
   static constexpr int64_t kScratch = 6 * kSize;
   MaskedPiece(const MaskedLinearArgs<T>& args_, T* scratch)
-      : args(args_), off(reinterpret_cast<int32_t*>(scratch)), decay(scratch + kSize), masked(scratch + 2 * kSize),
+      : args(args_), keys(args.mask.seed), off(reinterpret_cast<int32_t*>(scratch)), decay(scratch + kSize), masked(scratch + 2 * kSize),
         outer(scratch + 3 * kSize), grad_logits(args.grad_logits ? scratch + 4 * kSize : nullptr),
         grad_weight(args.grad_weight ? scratch + 5 * kSize : nullptr) {}
 
@@ -45,7 +46,7 @@ struct MaskedPiece {
       run.grad = outer + r * kStride;
       run.grad_logits = grad_logits ? grad_logits + r * kStride : nullptr;
       run.grad_weight = grad_weight ? grad_weight + r * kStride : nullptr;
-      mask_run<T>(args.mask, run);
+      mask_run<T>(args.mask, keys, run);
     }
   }
 

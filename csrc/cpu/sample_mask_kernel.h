@@ -4,8 +4,9 @@
 
 typedef uint64_t WideVec __attribute__((vector_size(FASTMOD_VECTOR_BYTES)));
 constexpr int kWideLanes = FASTMOD_VECTOR_BYTES / 8;
-// Vectors in flight: a round waits for its multiplications, several independent ones fill the wait.
-constexpr int kWideVectors = FASTMOD_VECTOR_BYTES == 64 ? 4 : 2;
+// Vectors in flight: a round waits for its multiplications, several independent ones fill the wait. As many as the
+// registers hold.
+constexpr int kWideVectors = FASTMOD_VECTOR_BYTES == 64 ? 4 : FASTMOD_VECTOR_BYTES == 32 ? 3 : 2;
 constexpr int64_t kNoiseBatch = 4 * kWideLanes * kWideVectors;
 
 // Product of the low halves of every 64-bit lane; the high halves may hold anything.
@@ -23,9 +24,24 @@ FASTMOD_INLINE WideVec multiply_low(WideVec a, WideVec b) {
 
 FASTMOD_INLINE WideVec wide_splat(uint64_t value) { return value - WideVec{}; }
 
+// The keys of all rounds: to read them costs less than to make them anew for every batch, and takes no registers.
+struct NoiseKeys {
+  static constexpr int kRounds = 10;
+  WideVec round[kRounds][2];
+  explicit NoiseKeys(int64_t seed) {
+    uint32_t k0 = uint32_t(uint64_t(seed)), k1 = uint32_t(uint64_t(seed) >> 32);
+    for (auto& keys : round) {
+      keys[0] = wide_splat(k0);
+      keys[1] = wide_splat(k1);
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+  }
+};
+
 // The words of kVectors vectors of groups from `group` on; every word of a group in the low half of a lane.
 template <int kVectors>
-FASTMOD_INLINE void noise_batch(int64_t seed, uint32_t stream, uint64_t group, uint32_t* to) {
+FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint32_t stream, uint64_t group, uint32_t* to) {
   constexpr auto sequence = std::make_index_sequence<kWideLanes>{};
   const WideVec multiplier0 = wide_splat(0xD2511F53u), multiplier1 = wide_splat(0xCD9E8D57u);
   const WideVec low = wide_splat(0xffffffffu);
@@ -37,19 +53,20 @@ FASTMOD_INLINE void noise_batch(int64_t seed, uint32_t stream, uint64_t group, u
     c2[v] = wide_splat(stream);
     c3[v] = WideVec{};
   }
-  uint32_t k0 = uint32_t(uint64_t(seed)), k1 = uint32_t(uint64_t(seed) >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const WideVec key0 = wide_splat(k0), key1 = wide_splat(k1);
+#pragma GCC unroll 10
+  for (const auto& key : keys.round) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const WideVec product0 = multiply_low(c0[v], multiplier0), product1 = multiply_low(c2[v], multiplier1);
-      c0[v] = (product1 >> 32) ^ c1[v] ^ key0;
+      WideVec with0 = c1[v] ^ key[0], with1 = c3[v] ^ key[1];
+      // The keys first, which wait for nothing; the compiler would take the products first, and wait longer. AVX-512 has
+      // an instruction for all three.
+      if (FASTMOD_VECTOR_BYTES < 64) with0 = opaque(with0), with1 = opaque(with1);
+      c0[v] = (product1 >> 32) ^ with0;
       c1[v] = product1;
-      c2[v] = (product0 >> 32) ^ c3[v] ^ key1;
+      c2[v] = (product0 >> 32) ^ with1;
       c3[v] = product0;
     }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
   }
   for (int v = 0; v < kVectors; ++v, to += 4 * kWideLanes) {
     // Two words make a lane, the first in its low half, as little-endian memory has them.
@@ -62,54 +79,45 @@ FASTMOD_INLINE void noise_batch(int64_t seed, uint32_t stream, uint64_t group, u
 }
 
 // The words of elements start .. start + count - 1, in `buffer` of count + 3 + kNoiseBatch entries.
-inline const uint32_t* noise_words(int64_t seed, uint32_t stream, uint64_t start, int64_t count, uint32_t* buffer) {
+inline const uint32_t* noise_words(const NoiseKeys& keys, uint32_t stream, uint64_t start, int64_t count,
+                                   uint32_t* buffer) {
   const int64_t groups = (int64_t(start % 4) + count + 3) / 4;
   int64_t done = 0;
-  for (; done + kWideLanes * kWideVectors <= groups; done += kWideLanes * kWideVectors)
-    noise_batch<kWideVectors>(seed, stream, start / 4 + uint64_t(done), buffer + 4 * done);
-  for (; done < groups; done += kWideLanes) noise_batch<1>(seed, stream, start / 4 + uint64_t(done), buffer + 4 * done);
+  const auto take = [&]<int kVectors>() FASTMOD_INLINE_LAMBDA {
+    noise_batch<kVectors>(keys, stream, start / 4 + uint64_t(done), buffer + 4 * done);
+    done += kVectors * kWideLanes;
+  };
+  while (done + kWideVectors * kWideLanes <= groups) take.template operator()<kWideVectors>();
+  while (done + kWideLanes < groups) take.template operator()<2>();
+  if (done < groups) take.template operator()<1>();
   return buffer + start % 4;
 }
 
 // ---- which words switch a weight off: the formula of mask_constants.h
 
 // Keeps the compiler from fusing the product into an FMA, whose single rounding other backends do not have.
-FASTMOD_INLINE Vec<float> unfused(Vec<float> product) {
-#if defined(__x86_64__)
-  asm("" : "+x"(product));
-#elif defined(__aarch64__)
-  asm("" : "+w"(product));
-#else
-  asm("" : "+m"(product));
-#endif
-  return product;
-}
+FASTMOD_INLINE Vec<float> unfused(Vec<float> product) { return opaque(product); }
 
 // exp(-|l|), by the formula of mask_constants.h up to |l| = 32. Beyond, where it does not matter to the masks any more
-// (none of their words is off, or all), this goes on down to 0, for the gradient.
+// (none of their words is off, or all), this goes on for the gradient, down to where it would not be a normal number.
 FASTMOD_INLINE Vec<float> mask_decay(Vec<float> logit) {
-  Vec<float> d = logit < 0.0f ? -logit : logit;
-  d = d > 105.0f ? splat(105.0f) : d;
-  const IntVec n = __builtin_convertvector(unfused(d * mask::kLog2e) + 0.5f, IntVec);
+  const Vec<float> minus = (Vec<float>)((IntVec)logit | INT32_MIN), far = splat(-87.0f);  // -|l|
+  const Vec<float> d = maximum<float>(minus, far);
+  const IntVec n = __builtin_convertvector(unfused(d * -mask::kLog2e) + 0.5f, IntVec);
   const Vec<float> whole = __builtin_convertvector(n, Vec<float>);
-  const Vec<float> x = (whole * mask::kLn2High - d) + whole * mask::kLn2Low;
+  const Vec<float> x = (whole * mask::kLn2High + d) + whole * mask::kLn2Low;
   Vec<float> p = splat(mask::kExp[0]);
   for (int i = 1; i < 6; ++i) p = unfused(p * x) + mask::kExp[i];
   const Vec<float> square = unfused(x * x);
   p = (unfused(p * square) + x) + 1.0f;
-#if FASTMOD_VECTOR_BYTES == 64
-  return (Vec<float>)_mm512_scalef_ps((__m512)p, (__m512)-whole);
-#else
-  const IntVec half = n >> 1;  // two factors, so that neither leaves the range of normal numbers
-  return p * (Vec<float>)((127 - half) << 23) * (Vec<float>)((127 - (n - half)) << 23);
-#endif
+  const Vec<float> found = p * (Vec<float>)((127 - n) << 23);
+  return minus < far ? Vec<float>{} : found;
 }
 
-// 2^23, all words, if the logit is NaN
+// If the logit is NaN: any number, as no mask follows from it.
 FASTMOD_INLINE IntVec words_off(Vec<float> logit, Vec<float> a) {
   const IntVec off = __builtin_convertvector((a / (a + 1.0f)) * mask::kWordsF + 0.5f, IntVec);
-  const IntVec found = logit < 0.0f ? mask::kWords - off : off;
-  return logit == logit ? found : mask::kWords - IntVec{};
+  return logit < 0.0f ? mask::kWords - off : off;
 }
 
 constexpr int64_t kMaskChunk = 1024;  // weights that are taken through all samples at a time
@@ -157,14 +165,18 @@ inline bool prepare_masks(const double* logits, int64_t count, int32_t* off, dou
 
 // ---- one sample of a run of weights
 
-// kLanes<T> uniforms of the noise contract.
+// kLanes<T> uniforms of the noise contract, counted from the side that the logits favour: u, or 1 - u where a logit is
+// negative. Of the words with all bits turned round that is what the contract makes.
 template <typename T>
-FASTMOD_INLINE Vec<T> load_uniforms(const uint32_t* words) {
+FASTMOD_INLINE Vec<T> load_favoured(const uint32_t* words, Vec<T> logit) {
   typedef uint32_t Words __attribute__((vector_size(4 * kLanes<T>)));
   typedef int32_t Counts __attribute__((vector_size(4 * kLanes<T>)));
+  typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Int;
+  typedef Int Signs __attribute__((vector_size(FASTMOD_VECTOR_BYTES)));
   Words some;
   std::memcpy(&some, words, sizeof(some));
-  return (__builtin_convertvector((Counts)(some >> 9), Vec<T>) + T(0.5)) * T(1.0 / 8388608.0);
+  some ^= (Words)__builtin_convertvector((Signs)logit >> (8 * sizeof(T) - 1), Counts);
+  return __builtin_convertvector((Counts)(some >> 9), Vec<T>) * T(1.0 / 8388608.0) + T(0.5 / 8388608.0);
 }
 
 // One sample of weights begin .. begin + count - 1. Each of the results may be null.
@@ -195,43 +207,45 @@ FASTMOD_INLINE void add_masked(int64_t count, const uint32_t* words, const int32
   for (int64_t i = 0; i < count; ++i) sum[i] += grad[i] * (int32_t(words[i] >> 9) >= off[i] ? T(1) : T(0));
 }
 
-// sum += grad * slope(logit, u, decay), vector by vector
+// sum += grad * slope(|logit|, u from the logit's side, decay), vector by vector
 template <typename T, typename Slope>
 FASTMOD_INLINE void add_slopes(int64_t count, const uint32_t* words, const T* logits, const T* decay, const T* grad,
                                T* sum, const Slope& slope) {
+  const auto found = [&](Vec<T> logit, int64_t i, Vec<T> with) FASTMOD_INLINE_LAMBDA {
+    return slope(logit < T(0) ? -logit : logit, load_favoured<T>(words + i, logit), with);
+  };
   int64_t i = 0;
   for (; i + kLanes<T> <= count; i += kLanes<T>)
-    store(sum + i, load(sum + i) + load(grad + i) * slope(load(logits + i), load_uniforms<T>(words + i), load(decay + i)));
+    store(sum + i, load(sum + i) + load(grad + i) * found(load(logits + i), i, load(decay + i)));
   if (const int64_t left = count - i; left > 0) {
-    const Vec<T> found = slope(load_first(logits + i, left), load_uniforms<T>(words + i), load_first(decay + i, left));
-    store_first(sum + i, load_first(sum + i, left) + load_first(grad + i, left) * found, left);
+    const Vec<T> last = found(load_first(logits + i, left), i, load_first(decay + i, left));
+    store_first(sum + i, load_first(sum + i, left) + load_first(grad + i, left) * last, left);
   }
 }
 
-// s(1 - s) at temperature 1: with a = exp(-|l|) and u counted from the side that l favours, s = u / (u + a (1 - u)).
+// s(1 - s) at temperature 1: with a = exp(-|l|), s = u / (u + a (1 - u)).
 template <typename T>
-FASTMOD_INLINE Vec<T> slope_at_one(Vec<T> logit, Vec<T> u, Vec<T> decay) {
-  const Vec<T> v = T(1) - u, with = logit < T(0) ? v : u, against = logit < T(0) ? u : v;
-  const Vec<T> share = reciprocal(with + decay * against);
-  return with * against * decay * (share * share);
+FASTMOD_INLINE Vec<T> slope_at_one(Vec<T>, Vec<T> u, Vec<T> decay) {
+  const Vec<T> against = T(1) - u, share = reciprocal(u + decay * against);
+  return u * against * decay * (share * share);
 }
 
-// At any temperature: s(1 - s) / tau of s = sigmoid((l + log(u / (1 - u))) / tau).
+// At any temperature: s(1 - s) / tau of s = sigmoid((|l| + log(u / (1 - u))) / tau).
 template <typename T>
-FASTMOD_INLINE Vec<T> slope_at(Vec<T> logit, Vec<T> u, T inverse_tau) {
-  const Vec<T> z = (logit + (vlog(u) - vlog(T(1) - u))) * inverse_tau;
+FASTMOD_INLINE Vec<T> slope_at(Vec<T> size, Vec<T> u, T inverse_tau) {
+  const Vec<T> z = (size + (vlog(u) - vlog(T(1) - u))) * inverse_tau;
   const Vec<T> e = vexp<true>(z < T(0) ? z : -z), whole = e + T(1);
   return e / (whole * whole) * inverse_tau;
 }
 
 template <typename T>
-void mask_run(const MaskArgs<T>& args, const MaskRun<T>& run) {
+void mask_run(const MaskArgs<T>& args, const NoiseKeys& keys, const MaskRun<T>& run) {
   alignas(64) uint32_t buffer[kMaskChunk + 3 + kNoiseBatch];
   for (int64_t at = 0; at < run.count; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, run.count - at);
     const T* logits = args.logits + run.begin + at;
     const uint64_t start = uint64_t(args.first + run.sample) * uint64_t(args.count) + uint64_t(run.begin + at);
-    const uint32_t* words = noise_words(args.seed, args.stream, start, some, buffer);
+    const uint32_t* words = noise_words(keys, args.stream, start, some, buffer);
     if (run.masked) {
       if (run.weight) apply_masks<T>(some, words, run.off + at, run.weight + at, run.masked + at);
       else apply_masks<T>(some, words, run.off + at, nullptr, run.masked + at);
@@ -248,8 +262,8 @@ void mask_run(const MaskArgs<T>& args, const MaskRun<T>& run) {
     };
     if (args.tau == 1.0) add(slope_at_one<T>);
     else
-      add([inverse_tau = T(1) / T(args.tau)](Vec<T> logit, Vec<T> u, Vec<T>)
-              FASTMOD_INLINE_LAMBDA { return slope_at<T>(logit, u, inverse_tau); });
+      add([inverse_tau = T(1) / T(args.tau)](Vec<T> size, Vec<T> u, Vec<T>)
+              FASTMOD_INLINE_LAMBDA { return slope_at<T>(size, u, inverse_tau); });
   }
 }
 
@@ -257,6 +271,7 @@ void mask_run(const MaskArgs<T>& args, const MaskRun<T>& run) {
 
 template <typename T>
 void sample_mask_forward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
+  const NoiseKeys keys(args.seed);
   alignas(64) int32_t off[kMaskChunk];
   for (int64_t at = begin; at < end; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, end - at);
@@ -265,13 +280,14 @@ void sample_mask_forward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
       MaskRun<T> run{.sample = s, .begin = at, .count = some, .off = off, .has_nan = has_nan};
       run.weight = args.weight ? args.weight + at : nullptr;
       run.masked = args.out + s * args.count + at;
-      mask_run<T>(args, run);
+      mask_run<T>(args, keys, run);
     }
   }
 }
 
 template <typename T>
 void sample_mask_backward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
+  const NoiseKeys keys(args.seed);
   alignas(64) T decay[kMaskChunk], sum[kMaskChunk];
   for (int64_t at = begin; at < end; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, end - at);
@@ -281,7 +297,7 @@ void sample_mask_backward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
       MaskRun<T> run{.sample = s, .begin = at, .count = some, .decay = decay};
       run.grad = args.grad + s * args.count + at;
       run.grad_logits = sum;
-      mask_run<T>(args, run);
+      mask_run<T>(args, keys, run);
     }
     for (int64_t i = 0; i < some; ++i)
       args.grad_logits[at + i] =

@@ -73,15 +73,33 @@ FASTMOD_INLINE void store_first(T* p, Vec<T> v, int64_t count) {
 }
 #endif
 
+// b where it is larger, a NaN in a stays. That is what the instruction does; of the comparison the compiler makes two.
 template <typename T>
-FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {  // b where it is larger, a NaN in a stays
+FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {
 #if FASTMOD_VECTOR_BYTES == 64
-  // What the instruction does; of the comparison the compiler makes two.
   if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_max_ps((__m512)b, (__m512)a);
   else return (Vec<T>)_mm512_max_pd((__m512d)b, (__m512d)a);
+#elif FASTMOD_VECTOR_BYTES == 32
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm256_max_ps((__m256)b, (__m256)a);
+  else return (Vec<T>)_mm256_max_pd((__m256d)b, (__m256d)a);
 #else
   return b > a ? b : a;
 #endif
+}
+
+// The same value, of which the compiler knows nothing: it cannot be merged into what follows.
+template <typename V>
+FASTMOD_INLINE V opaque(V value) {
+#if FASTMOD_VECTOR_BYTES == 64
+  asm("" : "+v"(value));
+#elif defined(__x86_64__)
+  asm("" : "+x"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#else
+  asm("" : "+m"(value));
+#endif
+  return value;
 }
 
 // Sum of all lanes, by halves.
