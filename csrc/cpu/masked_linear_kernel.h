@@ -64,7 +64,7 @@ struct MaskedPiece {
   }
 };
 
-// A piece, and the results of its rows: for every sample and tile [kMaskedRows, rows of the tile]
+// A piece, and of its rows the results, for every sample and tile [kMaskedRows, rows of the tile], or their gradient
 template <typename T>
 int64_t masked_linear_scratch(const MaskedLinearArgs<T>& args) {
   return MaskedPiece<T>::kScratch + kMaskedRows * args.mask.samples * args.rows;
@@ -100,18 +100,22 @@ void masked_linear_forward(const MaskedLinearArgs<T>& args, int64_t block, T* sc
 template <typename T>
 void masked_linear_backward(const MaskedLinearArgs<T>& args, const MaskedLinearUnit<T>& unit, T* scratch) {
   MaskedPiece<T> piece(args, scratch);
+  T* grads = scratch + MaskedPiece<T>::kScratch;
   for (int64_t first = unit.first_row; first < unit.end_row; first += kMaskedRows) {
     const int64_t count = std::min(kMaskedRows, unit.end_row - first);
     piece.move_to(first, count, unit.column, unit.columns, unit.grad_x || args.grad_weight, args.grad_logits);
     piece.clear_gradients();
+    // Side by side: as they are, every row has a page of its own, more than the TLB knows at a time.
+    for (int64_t row = 0; row < args.mask.samples * args.rows; ++row)
+      std::copy_n(args.grad + row * args.out + first, count, grads + row * kMaskedRows);
     for (int64_t s = 0; s < args.mask.samples; ++s) {
-      const T* grad = args.grad + s * args.rows * args.out + first;
+      const T* grad = grads + s * args.rows * kMaskedRows;
       const int64_t x = s * args.rows * args.in + unit.column;
       if (piece.grad_logits || piece.grad_weight)
-        gemm<T>(count, unit.columns, args.rows, {grad, 1, args.out}, args.x + x, args.in, piece.outer, piece.kStride, {});
+        gemm<T>(count, unit.columns, args.rows, {grad, 1, kMaskedRows}, args.x + x, args.in, piece.outer, piece.kStride, {});
       piece.draw(s, unit.grad_x, kMaskedRows * args.in);
       if (unit.grad_x)
-        gemm<T>(args.rows, unit.columns, count, {grad, args.out, 1}, piece.masked, piece.kStride, unit.grad_x + x,
+        gemm<T>(args.rows, unit.columns, count, {grad, kMaskedRows, 1}, piece.masked, piece.kStride, unit.grad_x + x,
                 args.in, {.accumulate = first > unit.first_row});
     }
     piece.store_gradients();
