@@ -152,6 +152,21 @@ def test_sizes_of_the_paper() -> None:
     assert shapes == [(400, 42), (400, 400), (200, 400), (20, 200)]
 
 
+def test_initial_weights_can_be_larger() -> None:
+    """Those of double addition are He's for ReLU; biases are torch's."""
+    nets = []
+    for scale in (1.0, 6**0.5):
+        config = changed(mask_doubleadd.MaskDoubleAddConfig(), {"hidden": "300,300", "init_scale": scale})
+        torch.manual_seed(0)
+        nets.append(mask_doubleadd.MaskDoubleAdd().trial(config, "FNN", 0, CPU).model)
+    assert mask_doubleadd.MaskDoubleAddConfig().init_scale == 6**0.5
+    plain, scaled = (dict(net.named_parameters()) for net in nets)
+    for name, weight in plain.items():
+        torch.testing.assert_close(scaled[name], weight * (6**0.5 if weight.dim() == 2 else 1), rtol=1e-6, atol=0)
+    he = scaled["layer2.weight"]
+    assert he.std().item() == pytest.approx((2 / he.shape[1]) ** 0.5, rel=0.01)
+
+
 # ---------------------------------------------------------------- stages
 
 
@@ -325,7 +340,7 @@ def test_new_weights_may_begin_unlikely(images: Path) -> None:
         ({"mask_lr_end": 2.0}, "mask_lr_end"),
         ({"beta": "nan"}, "beta"), ({"mask_init": "inf"}, "mask_init"), ({"samples": 3}, "samples"),
         ({"samples": 0}, "samples"), ({"mask_batch": 6}, "mask_batch"), ({"mask_batch": 0}, "mask_batch"),
-        ({"units": 0}, "units"), ({"hidden": "4,0"}, "hidden"),
+        ({"units": 0}, "units"), ({"hidden": "4,0"}, "hidden"), ({"init_scale": 0}, "init_scale"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(settings: dict[str, Any], word: str) -> None:

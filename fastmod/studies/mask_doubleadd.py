@@ -27,8 +27,10 @@ _INPUTS, _OUTPUTS = 80, 40
 
 @dataclass(frozen=True)
 class MaskDoubleAddConfig(mask_nets.ArithmeticConfig):
-    steps: int = 2500
-    mask_steps: int = 1000
+    steps: int = 2000
+    mask_steps: int = 1500
+    # He's: of smaller ones a net makes units that both pairs need, and half of its last hidden weights are shared.
+    init_scale: float = 6**0.5
     beta: float = 4e-4  # the paper's for the FNN; its LSTM has 1e-4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,6 +33,7 @@ class ArithmeticConfig(MaskConfig):
     mask_lr: float = 5e-2  # with fewer steps the paper's 20,000 at 1e-2
     mask_lr_end: float = 0.02
     hidden: tuple[int, ...] | None = None  # sizes of the FNN's hidden layers; none: those of the model's name
+    init_scale: float = 1.0  # of the FNN's weights to begin with, times torch's default; He's for ReLU: 6 ** 0.5
     units: int = 256  # of the LSTM
     time_steps: int = 3  # of the LSTM, for what it sees at a time
 
@@ -40,6 +42,8 @@ class ArithmeticConfig(MaskConfig):
         for name in ("units", "time_steps"):
             if getattr(self, name) < 1:
                 raise StudyError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if not 0 < self.init_scale < math.inf:
+            raise StudyError(f"init_scale: expected more than 0, got {self.init_scale}")
         if self.hidden is not None and not all(size >= 1 for size in self.hidden):
             raise StudyError(f"hidden: expected sizes of 1 or more, got {self.hidden}")
 
@@ -47,16 +51,20 @@ class ArithmeticConfig(MaskConfig):
         """The net of that name: an LSTM if it begins so, else an FNN."""
         if name.startswith("LSTM"):
             return LSTM(inputs, self.units, outputs)
-        return FNN((inputs, *(HIDDEN[name] if self.hidden is None else self.hidden), outputs))
+        return FNN((inputs, *(HIDDEN[name] if self.hidden is None else self.hidden), outputs), self.init_scale)
 
 
 class FNN(nn.Module):
-    """``[B, sizes[0]]`` -> ``[B, sizes[-1]]``, ReLU between the layers ``layer1``, ``layer2`` ..."""
+    """``[B, sizes[0]]`` -> ``[B, sizes[-1]]``, ReLU between the layers ``layer1``, ``layer2`` ... The weights begin as
+    nn.Linear's, times ``init_scale``."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], init_scale: float = 1.0) -> None:
         super().__init__()
         for number, (before, after) in enumerate(pairwise(sizes), 1):
-            self.add_module(f"layer{number}", nn.Linear(before, after))
+            layer = nn.Linear(before, after)
+            with torch.no_grad():
+                layer.weight *= init_scale
+            self.add_module(f"layer{number}", layer)
 
     def forward(self, x: Tensor) -> Tensor:
         first, *rest = self.children()
