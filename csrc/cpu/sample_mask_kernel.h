@@ -193,39 +193,41 @@ struct MaskRun {
   T *grad_weight;        // += grad * mask
 };
 
+// 1 where a weight is kept, else 0
 template <typename T>
-FASTMOD_INLINE void apply_masks(int64_t count, const uint32_t* words, const int32_t* off, const T* weight, T* out) {
-  // A product, not a choice: 0 * inf is NaN here as in torch.
-  for (int64_t i = 0; i < count; ++i) {
-    const T keep = int32_t(words[i] >> 9) >= off[i] ? T(1) : T(0);
-    out[i] = weight ? weight[i] * keep : keep;
-  }
+FASTMOD_INLINE Vec<T> load_kept(const uint32_t* words, const int32_t* off) {
+  typedef int32_t Counts __attribute__((vector_size(4 * kLanes<T>)));
+  typedef uint32_t Words __attribute__((vector_size(4 * kLanes<T>)));
+  Words some;
+  Counts limit;
+  std::memcpy(&some, words, sizeof(some));
+  std::memcpy(&limit, off, sizeof(limit));
+  const Counts kept = (Counts)(some >> 9) >= limit;
+  if constexpr (sizeof(T) == 4) return (Vec<T>)(kept & (Counts)splat(T(1)));
+  else return -__builtin_convertvector(kept, Vec<T>);
 }
 
-template <typename T>
-FASTMOD_INLINE void add_masked(int64_t count, const uint32_t* words, const int32_t* off, const T* grad, T* sum) {
-  for (int64_t i = 0; i < count; ++i) sum[i] += grad[i] * (int32_t(words[i] >> 9) >= off[i] ? T(1) : T(0));
-}
-
-// sum += grad * slope(|logit|, u from the logit's side, decay), vector by vector
-template <typename T, typename Slope>
-FASTMOD_INLINE void add_slopes(int64_t count, const uint32_t* words, const T* logits, const T* decay, const T* grad,
-                               T* sum, const Slope& slope) {
-  const auto found = [&](Vec<T> logit, int64_t i, Vec<T> with) FASTMOD_INLINE_LAMBDA {
-    return slope(logit < T(0) ? -logit : logit, load_favoured<T>(words + i, logit), with);
-  };
+// Calls step(i, lanes) for every whole vector of `count` entries, then for the entries that are left.
+template <typename T, typename Count, typename Step>
+FASTMOD_INLINE void by_vectors(Count count, const Step& step) {
   int64_t i = 0;
-  for (; i + kLanes<T> <= count; i += kLanes<T>)
-    store(sum + i, load(sum + i) + load(grad + i) * found(load(logits + i), i, load(decay + i)));
-  if (const int64_t left = count - i; left > 0) {
-    const Vec<T> last = found(load_first(logits + i, left), i, load_first(decay + i, left));
-    store_first(sum + i, load_first(sum + i, left) + load_first(grad + i, left) * last, left);
-  }
+  for (; i + kLanes<T> <= count; i += kLanes<T>) step(i, std::integral_constant<int64_t, kLanes<T>>{});
+  if (i < count) step(i, count - i);
+}
+template <typename T, typename Lanes>
+FASTMOD_INLINE Vec<T> load_lanes(const T* p, Lanes lanes) {
+  if constexpr (std::is_same_v<Lanes, int64_t>) return load_first(p, lanes);
+  else return load(p);
+}
+template <typename T, typename Lanes>
+FASTMOD_INLINE void store_lanes(T* p, Vec<T> v, Lanes lanes) {
+  if constexpr (std::is_same_v<Lanes, int64_t>) store_first(p, v, lanes);
+  else store(p, v);
 }
 
 // s(1 - s) at temperature 1: with a = exp(-|l|), s = u / (u + a (1 - u)).
 template <typename T>
-FASTMOD_INLINE Vec<T> slope_at_one(Vec<T>, Vec<T> u, Vec<T> decay) {
+FASTMOD_INLINE Vec<T> slope_at_one(Vec<T> u, Vec<T> decay) {
   const Vec<T> against = T(1) - u, share = reciprocal(u + decay * against);
   return u * against * decay * (share * share);
 }
@@ -238,32 +240,61 @@ FASTMOD_INLINE Vec<T> slope_at(Vec<T> size, Vec<T> u, T inverse_tau) {
   return e / (whole * whole) * inverse_tau;
 }
 
+// Entries at .. at + count - 1 of a run, whose words are drawn.
+template <typename T, typename Count>
+FASTMOD_INLINE void mask_part(const MaskArgs<T>& args, const MaskRun<T>& run, int64_t at, Count count,
+                              const uint32_t* words) {
+  const T *logits = args.logits + run.begin + at, *grad = run.grad + at;
+  const int32_t* off = run.off + at;
+  if (run.masked && run.weight)
+    by_vectors<T>(count, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
+      // A product, not a choice: 0 * inf is NaN here as in torch.
+      const Vec<T> weight = load_lanes<T>(run.weight + at + i, lanes);
+      store_lanes<T>(run.masked + at + i, weight * load_kept<T>(words + i, off + i), lanes);
+    });
+  else if (run.masked)
+    by_vectors<T>(count, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
+      store_lanes<T>(run.masked + at + i, load_kept<T>(words + i, off + i), lanes);
+    });
+  const auto add = [&](T* sum, const auto& derivative) FASTMOD_INLINE_LAMBDA {
+    by_vectors<T>(count, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
+      const Vec<T> added = load_lanes<T>(grad + i, lanes) * derivative(i, lanes);
+      store_lanes<T>(sum + at + i, load_lanes<T>(sum + at + i, lanes) + added, lanes);
+    });
+  };
+  if (run.grad_weight)
+    add(run.grad_weight, [&](int64_t i, auto) FASTMOD_INLINE_LAMBDA { return load_kept<T>(words + i, off + i); });
+  for (int64_t i = 0; run.has_nan && i < count; ++i)
+    if (logits[i] != logits[i]) {  // no NaN turns into a confident mask
+      if (run.masked) run.masked[at + i] = logits[i];
+      if (run.grad_weight) run.grad_weight[at + i] = logits[i];
+    }
+  if (!run.grad_logits) return;
+  if (args.tau == 1.0)
+    add(run.grad_logits, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
+      const Vec<T> u = load_favoured<T>(words + i, load_lanes<T>(logits + i, lanes));
+      return slope_at_one<T>(u, load_lanes<T>(run.decay + at + i, lanes));
+    });
+  else
+    add(run.grad_logits, [&, inverse_tau = T(1) / T(args.tau)](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
+      const Vec<T> logit = load_lanes<T>(logits + i, lanes);
+      return slope_at<T>(logit < T(0) ? -logit : logit, load_favoured<T>(words + i, logit), inverse_tau);
+    });
+}
+
 template <typename T>
 void mask_run(const MaskArgs<T>& args, const NoiseKeys& keys, const MaskRun<T>& run) {
   alignas(64) uint32_t buffer[kMaskChunk + 3 + kNoiseBatch];
-  for (int64_t at = 0; at < run.count; at += kMaskChunk) {
+  const uint64_t start = uint64_t(args.first + run.sample) * uint64_t(args.count) + uint64_t(run.begin);
+  int64_t at = 0;
+  // Batch by batch: while the words of one are computed, what the other reads and writes finds its way.
+  for (; start % 4 == 0 && at + kNoiseBatch <= run.count; at += kNoiseBatch) {
+    noise_batch<kWideVectors>(keys, args.stream, (start + uint64_t(at)) / 4, buffer);
+    mask_part<T>(args, run, at, std::integral_constant<int64_t, kNoiseBatch>{}, buffer);
+  }
+  for (; at < run.count; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, run.count - at);
-    const T* logits = args.logits + run.begin + at;
-    const uint64_t start = uint64_t(args.first + run.sample) * uint64_t(args.count) + uint64_t(run.begin + at);
-    const uint32_t* words = noise_words(keys, args.stream, start, some, buffer);
-    if (run.masked) {
-      if (run.weight) apply_masks<T>(some, words, run.off + at, run.weight + at, run.masked + at);
-      else apply_masks<T>(some, words, run.off + at, nullptr, run.masked + at);
-    }
-    if (run.grad_weight) add_masked<T>(some, words, run.off + at, run.grad + at, run.grad_weight + at);
-    for (int64_t i = 0; run.has_nan && i < some; ++i)
-      if (logits[i] != logits[i]) {  // no NaN turns into a confident mask
-        if (run.masked) run.masked[at + i] = logits[i];
-        if (run.grad_weight) run.grad_weight[at + i] = logits[i];
-      }
-    if (!run.grad_logits) continue;
-    const auto add = [&](const auto& slope) FASTMOD_INLINE_LAMBDA {
-      add_slopes<T>(some, words, logits, run.decay + at, run.grad + at, run.grad_logits + at, slope);
-    };
-    if (args.tau == 1.0) add(slope_at_one<T>);
-    else
-      add([inverse_tau = T(1) / T(args.tau)](Vec<T> size, Vec<T> u, Vec<T>)
-              FASTMOD_INLINE_LAMBDA { return slope_at<T>(size, u, inverse_tau); });
+    mask_part<T>(args, run, at, some, noise_words(keys, args.stream, start + uint64_t(at), some, buffer));
   }
 }
 
