@@ -108,8 +108,8 @@ class MaskDoubleAdd(Study):
     name = "mask-doubleadd"
     title = "Double addition under weight masks: the same weights for the same function?"
     paper = "Weight masks, section 3.2 and C.4, Figures 2, 13 and 14"
-    models = ("FNN_large", "LSTM", "LSTM_apart", "FNN")
-    default_models = ("FNN_large", "LSTM", "LSTM_apart")
+    models = ("FNN", "LSTM", "LSTM_apart", "FNN_large")
+    default_models = ("FNN", "LSTM", "LSTM_apart")
     default_seeds = "0"
     defaults = MaskDoubleAddConfig()
     quick: ClassVar = {"steps": 1000, "mask_steps": 500, "evaluate_every": 500, "hidden": (200, 200), "units": 64}
