@@ -36,16 +36,17 @@ struct MaskedPiece {
   // share of the piece that begins `ahead` weights later.
   void draw(int64_t sample, bool masks, int64_t ahead) const {
     for (int64_t r = 0; r < count; ++r) {
-      if (r % args.mask.samples == sample && place(r) + ahead < args.mask.count) {
-        prefetch<0>(args.mask.logits + place(r) + ahead, kMaskedColumns);
-        prefetch<0>(args.mask.weight + place(r) + ahead, kMaskedColumns);
-      }
       MaskRun<T> run{.sample = sample, .begin = place(r), .count = columns, .off = off + r * kStride,
                      .decay = decay + r * kStride, .has_nan = has_nan, .weight = args.mask.weight + place(r)};
       run.masked = masks ? masked + r * kStride : nullptr;
       run.grad = outer + r * kStride;
       run.grad_logits = grad_logits ? grad_logits + r * kStride : nullptr;
       run.grad_weight = grad_weight ? grad_weight + r * kStride : nullptr;
+      if (const int64_t soon = place(r) + ahead; soon < args.mask.count) {
+        const int64_t part = sample * columns / args.mask.samples;
+        run.soon_logits = args.mask.logits + soon + part;
+        run.soon_weight = args.mask.weight + soon + part;
+      }
       mask_run<T>(args.mask, keys, run);
     }
   }

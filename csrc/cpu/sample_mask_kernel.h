@@ -191,6 +191,7 @@ struct MaskRun {
   const T* grad;         // of the masked weights
   T *grad_logits;        // += grad * derivative of the relaxed mask
   T *grad_weight;        // += grad * mask
+  const T *soon_logits, *soon_weight;  // what comes next, or null: this sample asks for its share of it
 };
 
 // 1 where a weight is kept, else 0
@@ -287,8 +288,14 @@ void mask_run(const MaskArgs<T>& args, const NoiseKeys& keys, const MaskRun<T>& 
   alignas(64) uint32_t buffer[kMaskChunk + 3 + kNoiseBatch];
   const uint64_t start = uint64_t(args.first + run.sample) * uint64_t(args.count) + uint64_t(run.begin);
   int64_t at = 0;
-  // Batch by batch: while the words of one are computed, what the other reads and writes finds its way.
-  for (; start % 4 == 0 && at + kNoiseBatch <= run.count; at += kNoiseBatch) {
+  // Batch by batch: while the words of one are computed, what the other reads and writes finds its way, and so does a
+  // little of what comes next. All of that at once would wait for one another.
+  const int64_t soon = kNoiseBatch / args.samples;
+  for (int64_t next = 0; start % 4 == 0 && at + kNoiseBatch <= run.count; at += kNoiseBatch, next += soon) {
+    if (run.soon_logits) {
+      prefetch<0>(run.soon_logits + next, soon);
+      prefetch<0>(run.soon_weight + next, soon);
+    }
     noise_batch<kWideVectors>(keys, args.stream, (start + uint64_t(at)) / 4, buffer);
     mask_part<T>(args, run, at, std::integral_constant<int64_t, kNoiseBatch>{}, buffer);
   }
