@@ -205,7 +205,7 @@ FASTMOD_INLINE Vec<T> load_kept(const uint32_t* words, const int32_t* off) {
   std::memcpy(&limit, off, sizeof(limit));
   const Counts kept = (Counts)(some >> 9) >= limit;
   if constexpr (sizeof(T) == 4) return (Vec<T>)(kept & (Counts)splat(T(1)));
-  else return -__builtin_convertvector(kept, Vec<T>);
+  else return Vec<T>{} - __builtin_convertvector(kept, Vec<T>);  // a minus alone would make zeros negative
 }
 
 // Calls step(i, lanes) for every whole vector of `count` entries, then for the entries that are left.
