@@ -37,7 +37,7 @@ _ROWS = 256  # evaluated at once
 #: The paper's Table 1 and C.6.2.
 _NET = {
     "width": 256, "inner": 512, "layers": 3, "questions": 600_000, "validation": 10_000,
-    "lr": 1e-4, "lr_end": 1.0, "warmup": 0, "mask_lr_end": 1.0, "mask_batch": None,
+    "lr": 1e-4, "lr_end": 1.0, "warmup": 0, "mask_lr_end": 1.0, "mask_batch": None, "mask_init": 2.0,
 }  # fmt: skip
 PAPER: Mapping[str, Mapping[str, Any]] = {
     "add_or_sub": {"batch": 256, "beta": 2e-5, "steps": 30_000, "mask_steps": 30_000, "mask_lr": 0.03},
@@ -64,9 +64,11 @@ class MaskMathConfig(masking.MaskConfig):
     lr: float = 1e-3
     lr_end: float = 0.02
     evaluate_every: int = 500
-    mask_lr: float = 3e-2
+    mask_lr: float = 5e-2
     mask_lr_end: float = 0.02
-    beta: float = 4e-5
+    # With 2, an eighth of the weights missing at random, masks learn to live with that and not which ones they need.
+    mask_init: float = 4.0
+    beta: float = 3e-4
     samples: int = 8
     warmup: int = 500  # steps of the full training in which the learning rate rises
     width: int = 64

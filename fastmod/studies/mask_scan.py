@@ -77,9 +77,9 @@ class MaskScanConfig(masking.MaskConfig):
     # The Transformer's own. Its layers bear little noise: with logits of 2, an eighth of the weights missing at random,
     # masks learn to live with that, and the net of the weights they keep does not work.
     lr_transformer: float = 5e-4
-    beta_transformer: float = 3e-4
+    beta_transformer: float = 2e-4
     mask_init_transformer: float = 4.0
-    mask_steps_transformer: int = 1000
+    mask_steps_transformer: int = 750
     mask_batch_transformer: int | None = 256
     lr_end: float = 0.02
     mask_lr_end: float = 0.02
