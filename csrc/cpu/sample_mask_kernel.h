@@ -245,26 +245,26 @@ FASTMOD_INLINE Vec<T> slope_at(Vec<T> size, Vec<T> u, T inverse_tau) {
 template <typename T, typename Count>
 FASTMOD_INLINE void mask_part(const MaskArgs<T>& args, const MaskRun<T>& run, int64_t at, Count count,
                               const uint32_t* words) {
-  const T *logits = args.logits + run.begin + at, *grad = run.grad + at;
-  const int32_t* off = run.off + at;
+  const T* logits = args.logits + run.begin + at;
+  const auto kept = [&](int64_t i) FASTMOD_INLINE_LAMBDA { return load_kept<T>(words + i, run.off + at + i); };
   if (run.masked && run.weight)
     by_vectors<T>(count, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
       // A product, not a choice: 0 * inf is NaN here as in torch.
       const Vec<T> weight = load_lanes<T>(run.weight + at + i, lanes);
-      store_lanes<T>(run.masked + at + i, weight * load_kept<T>(words + i, off + i), lanes);
+      store_lanes<T>(run.masked + at + i, weight * kept(i), lanes);
     });
   else if (run.masked)
     by_vectors<T>(count, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
-      store_lanes<T>(run.masked + at + i, load_kept<T>(words + i, off + i), lanes);
+      store_lanes<T>(run.masked + at + i, kept(i), lanes);
     });
   const auto add = [&](T* sum, const auto& derivative) FASTMOD_INLINE_LAMBDA {
     by_vectors<T>(count, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
-      const Vec<T> added = load_lanes<T>(grad + i, lanes) * derivative(i, lanes);
+      const Vec<T> added = load_lanes<T>(run.grad + at + i, lanes) * derivative(i, lanes);
       store_lanes<T>(sum + at + i, load_lanes<T>(sum + at + i, lanes) + added, lanes);
     });
   };
   if (run.grad_weight)
-    add(run.grad_weight, [&](int64_t i, auto) FASTMOD_INLINE_LAMBDA { return load_kept<T>(words + i, off + i); });
+    add(run.grad_weight, [&](int64_t i, auto) FASTMOD_INLINE_LAMBDA { return kept(i); });
   for (int64_t i = 0; run.has_nan && i < count; ++i)
     if (logits[i] != logits[i]) {  // no NaN turns into a confident mask
       if (run.masked) run.masked[at + i] = logits[i];
