@@ -17,8 +17,9 @@ struct MaskedPiece {
 
   static constexpr int64_t kScratch = 6 * kSize;
   MaskedPiece(const MaskedLinearArgs<T>& args_, T* scratch)
-      : args(args_), keys(args.mask.seed), off(reinterpret_cast<int32_t*>(scratch)), decay(scratch + kSize), masked(scratch + 2 * kSize),
-        outer(scratch + 3 * kSize), grad_logits(args.grad_logits ? scratch + 4 * kSize : nullptr),
+      : args(args_), keys(args.mask.seed), off(reinterpret_cast<int32_t*>(scratch)), decay(scratch + kSize),
+        masked(scratch + 2 * kSize), outer(scratch + 3 * kSize),
+        grad_logits(args.grad_logits ? scratch + 4 * kSize : nullptr),
         grad_weight(args.grad_weight ? scratch + 5 * kSize : nullptr) {}
 
   void move_to(int64_t first_, int64_t count_, int64_t column_, int64_t columns_, bool masks, bool slopes) {
@@ -113,7 +114,8 @@ void masked_linear_backward(const MaskedLinearArgs<T>& args, const MaskedLinearU
       const T* grad = grads + s * args.rows * kMaskedRows;
       const int64_t x = s * args.rows * args.in + unit.column;
       if (piece.grad_logits || piece.grad_weight)
-        gemm<T>(count, unit.columns, args.rows, {grad, 1, kMaskedRows}, args.x + x, args.in, piece.outer, piece.kStride, {});
+        gemm<T>(count, unit.columns, args.rows, {grad, 1, kMaskedRows}, args.x + x, args.in, piece.outer,
+                piece.kStride, {});
       piece.draw(s, unit.grad_x, kMaskedRows * args.in);
       if (unit.grad_x)
         gemm<T>(args.rows, unit.columns, count, {grad, kMaskedRows, 1}, piece.masked, piece.kStride, unit.grad_x + x,

@@ -109,9 +109,8 @@ def sized(config: MaskScanConfig, model: str) -> MaskScanConfig:
     """The settings as they are used: the paper's where they are asked for, else the Transformer's own for it."""
     if config.paper:
         return changed(config, PAPER[model])
-    return (
-        config if model == "LSTM" else changed(config, {name: getattr(config, f"{name}_transformer") for name in _OWN})
-    )
+    own = _OWN if model == "Transformer" else ()
+    return changed(config, {name: getattr(config, f"{name}_transformer") for name in own})
 
 
 @functools.cache
