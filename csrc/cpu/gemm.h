@@ -19,8 +19,11 @@ struct Epilogue {
 template <typename T>
 constexpr T kSlope = T(0.01);
 
-// What a plain product asks for while it computes, a cache line of each at every step: all at once would wait for one
-// another. Moves on as it goes, past the end if it has more steps than there are lines.
+// What a product asks for while it computes: what its caller needs next, a cache line of each at every step (all at
+// once would wait for one another); the weights of its next rows; or nothing, as all is near.
+enum class Asks { kAhead, kWeights, kNothing };
+
+// Of Asks::kAhead. Moves on as it goes, past the end if it has more steps than there are lines.
 template <typename T>
 struct Ahead {
   static constexpr int64_t kLine = 64 / sizeof(T);
@@ -29,11 +32,13 @@ struct Ahead {
 };
 
 // C[kRows, kVectors vectors] from A[kRows, k] and B[k, ...]; the last vector of C and B holds `last` columns, fewer
-// than a vector has only if kPartial. kPlain: no epilogue, which in a product of a few blocks costs more than the sums.
-template <typename T, int kRows, int kVectors, bool kPartial, bool kPlain>
+// than a vector has only if kPartial. kAhead: no epilogue, which in a product of a few blocks costs more than the sums.
+// kNothing: no activations.
+template <typename T, int kRows, int kVectors, bool kPartial, Asks kAsks>
 void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int64_t c_stride, int64_t last,
                 const Epilogue<T>& epilogue, Ahead<T>* ahead) {
   constexpr int lanes = kLanes<T>;
+  constexpr bool kPlain = kAsks == Asks::kAhead;
   Vec<T> sum[kRows][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
@@ -59,7 +64,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       __builtin_prefetch(next.write, 1);
       next.read += next.kLine;
       next.write += next.kLine;
-    } else {
+    } else if (kAsks == Asks::kWeights) {
       __builtin_prefetch(a_row + soon + (p & 7) * soon_stride);
     }
 #pragma GCC unroll 16
@@ -73,25 +78,31 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
     b += b_stride;
   }
   if (kPlain) *ahead = next;
+  const auto finish = [&]<bool kAdd, bool kActivation>() FASTMOD_INLINE_LAMBDA {
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) {
-      Vec<T> v = sum[i][j];
-      // At the end: long sums are sums of parts, which rounds less than going on with the first.
-      if (!kPlain && epilogue.accumulate) {
-        const T* p = c + i * c_stride + j * lanes;
-        v += kPartial && j == kVectors - 1 ? load_first(p, last) : load(p);
+      for (int j = 0; j < kVectors; ++j) {
+        T* p = c + i * c_stride + j * lanes;
+        Vec<T> v = sum[i][j];
+        // At the end: long sums are sums of parts, which rounds less than going on with the first.
+        if (kAdd) v += kPartial && j == kVectors - 1 ? load_first(p, last) : load(p);
+        if (kActivation && epilogue.leaky) v = v > T(0) ? v : v * kSlope<T>;
+        if (kActivation && epilogue.activation) {
+          const Vec<T> h = load(epilogue.activation + i * c_stride + j * lanes);
+          v = h > T(0) ? v : v * kSlope<T>;
+        }
+        if (kPartial && j == kVectors - 1) store_first(p, v, last);
+        else store(p, v);
       }
-      if (!kPlain && epilogue.leaky) v = v > T(0) ? v : v * kSlope<T>;
-      if (!kPlain && epilogue.activation) {
-        const Vec<T> h = load(epilogue.activation + i * c_stride + j * lanes);
-        v = h > T(0) ? v : v * kSlope<T>;
-      }
-      T* p = c + i * c_stride + j * lanes;
-      if (kPartial && j == kVectors - 1) store_first(p, v, last);
-      else store(p, v);
-    }
+  };
+  // Asked once a block: a short product would spend a tenth of its time on asking again for every vector.
+  const bool activation = kAsks == Asks::kWeights && (epilogue.leaky || epilogue.activation);
+  const bool add = !kPlain && epilogue.accumulate;
+  if (activation && add) finish.template operator()<true, true>();
+  else if (activation) finish.template operator()<false, true>();
+  else if (add) finish.template operator()<true, false>();
+  else finish.template operator()<false, false>();
 }
 
 // Register blocks: 6 x 4 vectors fill AVX-512's 32 registers, 6 x 2 AVX2's 16.
@@ -106,11 +117,13 @@ constexpr int block_rows(int vectors) {
   return vectors == 1 ? 16 : vectors == 2 ? 8 : kBlockRows;
 }
 
-template <typename T, int kVectors, bool kPartial, bool kPlain, int kRows = kPlain ? block_rows(kVectors) : kBlockRows>
-FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
+// `rows` rows in `blocks` blocks of kRows rows or a little less each: a last block of one or two would have too few
+// sums in flight.
+template <typename T, int kVectors, bool kPartial, Asks kAsks, int kRows>
+FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t blocks, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
                               int64_t c_stride, int64_t last, Epilogue<T> epilogue, Ahead<T>* ahead) {
-  while (rows >= kRows) {
-    gemm_block<T, kRows, kVectors, kPartial, kPlain>(k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
+  for (; rows > blocks * (kRows - 1); --blocks) {
+    gemm_block<T, kRows, kVectors, kPartial, kAsks>(k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
     rows -= kRows;
     a.data += kRows * a.row_stride;
     c += kRows * c_stride;
@@ -119,27 +132,31 @@ FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t k, Strided<T> a, const T* b,
   }
   if constexpr (kRows > 1) {
     if (rows > 0)
-      gemm_rows<T, kVectors, kPartial, kPlain, kRows - 1>(rows, k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
+      gemm_rows<T, kVectors, kPartial, kAsks, kRows - 1>(rows, blocks, k, a, b, b_stride, c, c_stride, last, epilogue,
+                                                         ahead);
   }
 }
 
 // All rows of A against the columns from `b` on, as many as the largest block has or as are left; returns how many.
-template <typename T, bool kPlain, int kVectors = kBlockVectors>
+template <typename T, Asks kAsks, int kVectors = kBlockVectors>
 FASTMOD_INLINE int64_t gemm_panel(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride,
                                   T* c, int64_t c_stride, const Epilogue<T>& epilogue, Ahead<T>* ahead) {
   constexpr int lanes = kLanes<T>;
   if constexpr (kVectors > 1) {
     if (columns <= (kVectors - 1) * lanes)
-      return gemm_panel<T, kPlain, kVectors - 1>(m, columns, k, a, b, b_stride, c, c_stride, epilogue, ahead);
+      return gemm_panel<T, kAsks, kVectors - 1>(m, columns, k, a, b, b_stride, c, c_stride, epilogue, ahead);
   }
-  const int64_t last = columns - (kVectors - 1) * lanes;
-  if (last >= lanes) gemm_rows<T, kVectors, false, kPlain>(m, k, a, b, b_stride, c, c_stride, lanes, epilogue, ahead);
-  else gemm_rows<T, kVectors, true, kPlain>(m, k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
+  constexpr int kRows = kAsks == Asks::kAhead ? block_rows(kVectors) : kBlockRows;
+  const int64_t last = columns - (kVectors - 1) * lanes, blocks = (m + kRows - 1) / kRows;
+  if (last >= lanes)
+    gemm_rows<T, kVectors, false, kAsks, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, lanes, epilogue, ahead);
+  else
+    gemm_rows<T, kVectors, true, kAsks, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
   return kVectors * lanes;
 }
 
 // C[m, columns] = A[m, k] B[k, columns]. The activation, if any, is readable up to whole vectors.
-template <typename T>
+template <typename T, Asks kAsks = Asks::kWeights>
 void gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int64_t c_stride,
           const Epilogue<T>& epilogue) {
   for (int64_t depth = 0; depth == 0 || depth < k; depth += kBlockDepth) {
@@ -152,7 +169,7 @@ void gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64
     const Strided<T> part{a.data + depth * a.column_stride, a.row_stride, a.column_stride};
     const T* right = b + depth * b_stride;
     for (int64_t column = 0; column < columns;) {
-      const int64_t done = gemm_panel<T, false>(m, columns - column, steps, part, right + column, b_stride, c + column,
+      const int64_t done = gemm_panel<T, kAsks>(m, columns - column, steps, part, right + column, b_stride, c + column,
                                                 c_stride, here, nullptr);
       column += done;
       if (here.activation) here.activation += done;
@@ -165,7 +182,8 @@ template <typename T>
 FASTMOD_INLINE void small_gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
                                int64_t c_stride, Ahead<T>* ahead) {
   for (int64_t column = 0; column < columns;)
-    column += gemm_panel<T, true>(m, columns - column, k, a, b + column, b_stride, c + column, c_stride, {}, ahead);
+    column += gemm_panel<T, Asks::kAhead>(m, columns - column, k, a, b + column, b_stride, c + column, c_stride, {},
+                                          ahead);
 }
 
 // C(i, j) = <row i of A, row j of B>: for long rows, where a transpose of B would cost more than the sums of lanes.

@@ -19,8 +19,8 @@ constexpr KernelTable<T> make_table() {
   return {multiplex_scratch<T>,       multiplex_forward<T>,     multiplex_backward<T>,     gated_residual_forward<T>,
           gated_residual_backward<T>, range_penalty_forward<T>, range_penalty_backward<T>, square_sum<T>,
           adam_update<T>,             sample_mask_forward<T>,   sample_mask_backward<T>,   transpose<T>,
-          masked_linear_scratch<T>,   masked_linear_forward<T>, masked_linear_backward<T>, mfnnr_scratch<T>,
-          mfnnr_forward<T>,           mfnnr_backward<T>,        mfnnr_weight_grad<T>};
+          kMaskedColumns,             masked_linear_scratch<T>, masked_linear_forward<T>,  masked_linear_backward<T>,
+          mfnnr_scratch<T>,           mfnnr_forward<T>,         mfnnr_backward<T>,         mfnnr_weight_grad<T>};
 }
 
 }  // namespace FASTMOD_ISA

@@ -11,9 +11,9 @@ namespace fastmod::cpu {
 
 constexpr int64_t kTile = 64;
 
-// A product with a masked weight takes so many of its rows and columns at a time: what is made of them stays in cache.
+// A product with a masked weight takes so many of its rows at a time, and KernelTable::masked_columns of its columns:
+// what is made of them stays in cache.
 constexpr int64_t kMaskedRows = 24;
-constexpr int64_t kMaskedColumns = 512;
 
 inline int64_t tiles(int64_t batch) { return (batch + kTile - 1) / kTile; }
 
@@ -143,6 +143,7 @@ struct KernelTable {
   void (*sample_mask_backward)(const MaskArgs<T>&, int64_t begin, int64_t end);
   void (*transpose)(const T* source, int64_t source_stride, int64_t rows, int64_t columns, T* target,
                     int64_t target_stride);
+  int64_t masked_columns;
   int64_t (*masked_linear_scratch)(const MaskedLinearArgs<T>&);
   void (*masked_linear_forward)(const MaskedLinearArgs<T>&, int64_t block, T* scratch);
   void (*masked_linear_backward)(const MaskedLinearArgs<T>&, const MaskedLinearUnit<T>&, T* scratch);

@@ -83,7 +83,8 @@ std::vector<Tensor> masked_product_backward(const Tensor& grad, const Tensor& x,
     };
     const auto pointer = [](const Tensor& tensor) { return tensor.defined() ? tensor.data_ptr<T>() : nullptr; };
     // Columns of the weight, and where these are few, groups of rows, which each have a partial gradient of x.
-    const int64_t across = std::max<int64_t>(parts(in, kMaskedColumns), 1), blocks = parts(out, kMaskedRows);
+    const int64_t most = kernel.masked_columns;
+    const int64_t across = std::max<int64_t>(parts(in, most), 1), blocks = parts(out, kMaskedRows);
     const int64_t afford = kMaxPartialBytes / std::max<int64_t>(batch * in * sizeof(T), 1);
     const int64_t groups = std::max<int64_t>(std::min({kUnits / across, blocks, afford}), 1);
     const Tensor grad_logits = wide(need_logits, logits), grad_weight = wide(need_weight, weight);
@@ -96,11 +97,11 @@ std::vector<Tensor> masked_product_backward(const Tensor& grad, const Tensor& x,
     args.grad_weight = pointer(grad_weight);
     const double cycles = double(out) * in * samples * (3 + args.rows / 14.0) / (groups * across);
     for_each<T>(empty ? 0 : groups * across, cycles, kernel.masked_linear_scratch(args), x, [&](int64_t unit, T* scratch) {
-      const int64_t group = unit / across, column = unit % across * kMaskedColumns;
+      const int64_t group = unit / across, column = unit % across * most;
       kernel.masked_linear_backward(args,
                                     {group * blocks / groups * kMaskedRows,
                                      std::min((group + 1) * blocks / groups * kMaskedRows, out), column,
-                                     std::min(kMaskedColumns, in - column),
+                                     std::min(most, in - column),
                                      need_x ? pointer(partial) + group * x.numel() : nullptr},
                                     scratch);
     });

@@ -1,6 +1,11 @@
 // Products with masked weights: a piece of the weight is masked in cache and multiplied at once, so that no masked copy
 // of the whole ever exists. Included once per ISA by instantiate.h.
 
+// Columns of a piece: whole batches of noise, and few enough that a second-level cache of 512 KiB has room for x and
+// its gradient too.
+constexpr int64_t kMaskedColumns = FASTMOD_VECTOR_BYTES == 64 ? 4 * kNoiseBatch : 192;
+static_assert(kMaskedColumns % kNoiseBatch == 0);
+
 // A piece of the weight under one sample after the other: kMaskedRows rows of kMaskedColumns columns at most.
 template <typename T>
 struct MaskedPiece {
@@ -17,8 +22,8 @@ struct MaskedPiece {
 
   static constexpr int64_t kScratch = 6 * kSize;
   MaskedPiece(const MaskedLinearArgs<T>& args_, T* scratch)
-      : args(args_), keys(args.mask.seed), off(reinterpret_cast<int32_t*>(scratch)), decay(scratch + kSize),
-        masked(scratch + 2 * kSize), outer(scratch + 3 * kSize),
+      : args(args_), keys(args.mask.seed, args.mask.stream), off(reinterpret_cast<int32_t*>(scratch)),
+        decay(scratch + kSize), masked(scratch + 2 * kSize), outer(scratch + 3 * kSize),
         grad_logits(args.grad_logits ? scratch + 4 * kSize : nullptr),
         grad_weight(args.grad_weight ? scratch + 5 * kSize : nullptr) {}
 
@@ -87,8 +92,9 @@ void masked_linear_forward(const MaskedLinearArgs<T>& args, int64_t block, T* sc
                                  .accumulate = column > 0};
       for (int64_t row = 0; row < args.rows; row += kTile) {
         const int64_t width = std::min(kTile, args.rows - row), before = s * args.rows + row;
-        gemm<T>(count, width, piece.columns, {piece.masked, piece.kStride, 1},
-                args.tiles + before * args.in + column * width, width, results + before * kMaskedRows, width, epilogue);
+        gemm<T, Asks::kNothing>(count, width, piece.columns, {piece.masked, piece.kStride, 1},
+                                args.tiles + before * args.in + column * width, width, results + before * kMaskedRows,
+                                width, epilogue);
       }
     }
   }
@@ -114,12 +120,12 @@ void masked_linear_backward(const MaskedLinearArgs<T>& args, const MaskedLinearU
       const T* grad = grads + s * args.rows * kMaskedRows;
       const int64_t x = s * args.rows * args.in + unit.column;
       if (piece.grad_logits || piece.grad_weight)
-        gemm<T>(count, unit.columns, args.rows, {grad, 1, kMaskedRows}, args.x + x, args.in, piece.outer,
-                piece.kStride, {});
+        gemm<T, Asks::kNothing>(count, unit.columns, args.rows, {grad, 1, kMaskedRows}, args.x + x, args.in,
+                                piece.outer, piece.kStride, {});
       piece.draw(s, unit.grad_x, kMaskedRows * args.in);
       if (unit.grad_x)
-        gemm<T>(args.rows, unit.columns, count, {grad, kMaskedRows, 1}, piece.masked, piece.kStride, unit.grad_x + x,
-                args.in, {.accumulate = first > unit.first_row});
+        gemm<T, Asks::kNothing>(args.rows, unit.columns, count, {grad, kMaskedRows, 1}, piece.masked, piece.kStride,
+                                unit.grad_x + x, args.in, {.accumulate = first > unit.first_row});
     }
     piece.store_gradients();
   }

@@ -24,41 +24,80 @@ FASTMOD_INLINE WideVec multiply_low(WideVec a, WideVec b) {
 
 FASTMOD_INLINE WideVec wide_splat(uint64_t value) { return value - WideVec{}; }
 
-// The keys of all rounds: to read them costs less than to make them anew for every batch, and takes no registers.
+// What the groups of a seed and a stream have in common. Up to group 2^32 three words of the counter are the same for
+// all, so that most of the first three rounds is too, and is folded into their keys: an eighth of all instructions. To
+// read the rest costs less than to make it anew for every batch, and takes no registers.
 struct NoiseKeys {
   static constexpr int kRounds = 10;
+  static constexpr uint64_t kEnd = uint64_t(1) << 32;  // the first group for which this does not hold
+  static constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
   WideVec round[kRounds][2];
-  explicit NoiseKeys(int64_t seed) {
-    uint32_t k0 = uint32_t(uint64_t(seed)), k1 = uint32_t(uint64_t(seed) >> 32);
-    for (auto& keys : round) {
-      keys[0] = wide_splat(k0);
-      keys[1] = wide_splat(k1);
+  WideVec lanes[kWideVectors];  // the first product of every lane, less that of the batch's first group
+  int64_t seed;
+  uint32_t stream;
+
+  NoiseKeys(int64_t seed_, uint32_t stream_) : seed(seed_), stream(stream_) {
+    uint32_t key[kRounds][2], k0 = uint32_t(uint64_t(seed)), k1 = uint32_t(uint64_t(seed) >> 32);
+    for (auto& pair : key) {
+      pair[0] = k0;
+      pair[1] = k1;
       k0 += 0x9E3779B9u;
       k1 += 0xBB67AE85u;
     }
+    const uint64_t first = uint64_t(stream) * kMultiplier1;
+    const uint64_t second = uint64_t(uint32_t(first >> 32) ^ key[0][0]) * kMultiplier0;
+    key[1][0] ^= uint32_t(first);
+    key[1][1] ^= uint32_t(second >> 32);
+    key[2][1] ^= uint32_t(second);
+    for (int r = 0; r < kRounds; ++r)
+      for (int i = 0; i < 2; ++i) round[r][i] = wide_splat(key[r][i]);
+    // Even lanes have the first half of a vector's groups, odd ones the second: so the words leave the last step in
+    // order.
+    for (int v = 0; v < kWideVectors; ++v)
+      for (int i = 0; i < kWideLanes; ++i)
+        lanes[v][i] = uint64_t(v * kWideLanes + i / 2 + i % 2 * (kWideLanes / 2)) * kMultiplier0;
   }
 };
 
-// The words of kVectors vectors of groups from `group` on; every word of a group in the low half of a lane.
+// The even lanes of a and b in turn, or the odd ones (kOdd = 1).
+template <int kOdd, size_t... i>
+FASTMOD_INLINE WideVec alternate(WideVec a, WideVec b, std::index_sequence<i...>) {
+  return __builtin_shufflevector(a, b, int(i - i % 2 + kOdd + i % 2 * kWideLanes)...);
+}
+
+// Groups that NoiseKeys does not hold for: of 2^34 masks and more. Apart, so that it is in nobody's way.
+__attribute__((noinline, cold)) inline void distant_noise(const NoiseKeys& keys, uint64_t group, int64_t groups,
+                                                          uint32_t* to) {
+  for (int64_t i = 0; i < groups; ++i) {
+    const PhiloxWords words = philox_group(keys.seed, group + uint64_t(i), keys.stream);
+    std::memcpy(to + 4 * i, words.word, sizeof(words.word));
+  }
+}
+
+// The words of kVectors vectors of groups from `group` on.
 template <int kVectors>
-FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint32_t stream, uint64_t group, uint32_t* to) {
-  constexpr auto sequence = std::make_index_sequence<kWideLanes>{};
-  const WideVec multiplier0 = wide_splat(0xD2511F53u), multiplier1 = wide_splat(0xCD9E8D57u);
-  const WideVec low = wide_splat(0xffffffffu);
-  WideVec c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors], lane;
-  for (int i = 0; i < kWideLanes; ++i) lane[i] = i;
+FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint64_t group, uint32_t* to) {
+  constexpr int64_t kGroups = kVectors * kWideLanes;
+  if (group + kGroups > keys.kEnd) [[unlikely]] return distant_noise(keys, group, kGroups, to);
+  const WideVec multiplier0 = wide_splat(keys.kMultiplier0), multiplier1 = wide_splat(keys.kMultiplier1);
+  const WideVec start = wide_splat(group * keys.kMultiplier0);
+  // A word is the low half of a lane; the high half may hold anything.
+  WideVec c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors];
+#pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
-    c0[v] = lane + (group + uint64_t(v * kWideLanes));
-    c1[v] = c0[v] >> 32;
-    c2[v] = wide_splat(stream);
-    c3[v] = WideVec{};
+    const WideVec product0 = start + keys.lanes[v];
+    const WideVec product1 = multiply_low((product0 >> 32) ^ keys.round[0][1], multiplier1);
+    c0[v] = (product1 >> 32) ^ keys.round[1][0];
+    c1[v] = product1;
+    c2[v] = product0 ^ keys.round[1][1];
+    c3[v] = WideVec{};  // in the key of the next round
   }
 #pragma GCC unroll 10
-  for (const auto& key : keys.round) {
+  for (int r = 2; r + 1 < keys.kRounds; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const WideVec product0 = multiply_low(c0[v], multiplier0), product1 = multiply_low(c2[v], multiplier1);
-      WideVec with0 = c1[v] ^ key[0], with1 = c3[v] ^ key[1];
+      WideVec with0 = c1[v] ^ keys.round[r][0], with1 = c3[v] ^ keys.round[r][1];
       // The keys first, which wait for nothing; the compiler would take the products first, and wait longer. AVX-512 has
       // an instruction for all three.
       if (FASTMOD_VECTOR_BYTES < 64) with0 = opaque(with0), with1 = opaque(with1);
@@ -68,23 +107,30 @@ FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint32_t stream, uint64_t
       c3[v] = product0;
     }
   }
+  constexpr auto sequence = std::make_index_sequence<kWideLanes>{};
+  const auto swapped = [](WideVec halves) FASTMOD_INLINE_LAMBDA {
+    return (WideVec)exchanged<1>((IntVec)halves, std::make_index_sequence<kLanes<float>>{});
+  };
+  const auto& key = keys.round[keys.kRounds - 1];
+  const WideVec low = wide_splat(0xffffffffu);
+#pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v, to += 4 * kWideLanes) {
-    // Two words make a lane, the first in its low half, as little-endian memory has them.
-    const WideVec first = (c0[v] & low) | (c1[v] << 32), second = (c2[v] & low) | (c3[v] << 32);
-    const WideVec lower = interleave_low<WideVec, kWideLanes>(first, second, sequence);
-    const WideVec upper = interleave_high<WideVec, kWideLanes>(first, second, sequence);
+    // The last round leaves two words in a lane, the first in its low half, as little-endian memory has them.
+    const WideVec product0 = multiply_low(c0[v], multiplier0), product1 = multiply_low(c2[v], multiplier1);
+    const WideVec first = swapped(product1) ^ ((c1[v] ^ key[0]) & low);
+    const WideVec second = swapped(product0) ^ ((c3[v] ^ key[1]) & low);
+    const WideVec lower = alternate<0>(first, second, sequence), upper = alternate<1>(first, second, sequence);
     std::memcpy(to, &lower, sizeof(lower));
     std::memcpy(to + 2 * kWideLanes, &upper, sizeof(upper));
   }
 }
 
 // The words of elements start .. start + count - 1, in `buffer` of count + 3 + kNoiseBatch entries.
-inline const uint32_t* noise_words(const NoiseKeys& keys, uint32_t stream, uint64_t start, int64_t count,
-                                   uint32_t* buffer) {
+inline const uint32_t* noise_words(const NoiseKeys& keys, uint64_t start, int64_t count, uint32_t* buffer) {
   const int64_t groups = (int64_t(start % 4) + count + 3) / 4;
   int64_t done = 0;
   const auto take = [&]<int kVectors>() FASTMOD_INLINE_LAMBDA {
-    noise_batch<kVectors>(keys, stream, start / 4 + uint64_t(done), buffer + 4 * done);
+    noise_batch<kVectors>(keys, start / 4 + uint64_t(done), buffer + 4 * done);
     done += kVectors * kWideLanes;
   };
   while (done + kWideVectors * kWideLanes <= groups) take.template operator()<kWideVectors>();
@@ -100,18 +146,30 @@ FASTMOD_INLINE Vec<float> unfused(Vec<float> product) { return opaque(product); 
 
 // exp(-|l|), by the formula of mask_constants.h up to |l| = 32. Beyond, where it does not matter to the masks any more
 // (none of their words is off, or all), this goes on for the gradient, down to where it would not be a normal number.
-FASTMOD_INLINE Vec<float> mask_decay(Vec<float> logit) {
-  const Vec<float> minus = (Vec<float>)((IntVec)logit | INT32_MIN), far = splat(-87.0f);  // -|l|
-  const Vec<float> d = maximum<float>(minus, far);
-  const IntVec n = __builtin_convertvector(unfused(d * -mask::kLog2e) + 0.5f, IntVec);
-  const Vec<float> whole = __builtin_convertvector(n, Vec<float>);
-  const Vec<float> x = (whole * mask::kLn2High + d) + whole * mask::kLn2Low;
-  Vec<float> p = splat(mask::kExp[0]);
-  for (int i = 1; i < 6; ++i) p = unfused(p * x) + mask::kExp[i];
-  const Vec<float> square = unfused(x * x);
-  p = (unfused(p * square) + x) + 1.0f;
-  const Vec<float> found = p * (Vec<float>)((127 - n) << 23);
-  return minus < far ? Vec<float>{} : found;
+// Several vectors side by side: a step waits for the one before, others fill the wait.
+template <int kVectors>
+FASTMOD_INLINE void mask_decay(const Vec<float>* logit, Vec<float>* decay) {
+  const Vec<float> far = splat(-87.0f);
+  Vec<float> minus[kVectors], x[kVectors], p[kVectors];
+  IntVec n[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    minus[v] = (Vec<float>)((IntVec)logit[v] | INT32_MIN);  // -|l|
+    const Vec<float> d = maximum<float>(minus[v], far);
+    n[v] = __builtin_convertvector(unfused(d * -mask::kLog2e) + 0.5f, IntVec);
+    const Vec<float> whole = __builtin_convertvector(n[v], Vec<float>);
+    x[v] = (whole * mask::kLn2High + d) + whole * mask::kLn2Low;
+    p[v] = splat(mask::kExp[0]);
+  }
+#pragma GCC unroll 5
+  for (int i = 1; i < 6; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) p[v] = opaque(unfused(p[v] * x[v]) + mask::kExp[i]);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const Vec<float> square = unfused(x[v] * x[v]), found = (unfused(p[v] * square) + x[v]) + 1.0f;
+    decay[v] = minus[v] < far ? Vec<float>{} : found * (Vec<float>)((127 - n[v]) << 23);
+  }
 }
 
 // If the logit is NaN: any number, as no mask follows from it.
@@ -132,18 +190,28 @@ FASTMOD_INLINE bool any(IntVec v) {
 // logit is NaN.
 inline bool prepare_masks(const float* logits, int64_t count, int32_t* off, float* decay) {
   IntVec nans{};
-  const auto take = [&](Vec<float> logit, int64_t i, int64_t lanes) FASTMOD_INLINE_LAMBDA {
-    const Vec<float> a = mask_decay(logit);
-    nans |= logit != logit;
-    if (off) {
-      const IntVec words = words_off(logit, a);
-      std::memcpy(off + i, &words, lanes * sizeof(int32_t));
-    }
-    if (decay) store_first(decay + i, a, lanes);
-  };
   int64_t i = 0;
-  for (; i + kLanes<float> <= count; i += kLanes<float>) take(load(logits + i), i, kLanes<float>);
-  if (i < count) take(load_first(logits + i, count - i), i, count - i);
+  const auto take = [&]<int kVectors>(auto lanes) FASTMOD_INLINE_LAMBDA {
+    Vec<float> logit[kVectors], a[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      logit[v] = load_lanes<float>(logits + i + v * kLanes<float>, lanes);
+      nans |= logit[v] != logit[v];
+    }
+    mask_decay<kVectors>(logit, a);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v, i += lanes) {
+      if (off) {
+        const IntVec words = words_off(logit[v], a[v]);
+        std::memcpy(off + i, &words, lanes * sizeof(int32_t));
+      }
+      if (decay) store_lanes<float>(decay + i, a[v], lanes);
+    }
+  };
+  constexpr std::integral_constant<int64_t, kLanes<float>> whole;
+  while (i + 4 * kLanes<float> <= count) take.template operator()<4>(whole);
+  while (i + kLanes<float> <= count) take.template operator()<1>(whole);
+  if (i < count) take.template operator()<1>(count - i);
   return any(nans);
 }
 
@@ -208,24 +276,6 @@ FASTMOD_INLINE Vec<T> load_kept(const uint32_t* words, const int32_t* off) {
   else return Vec<T>{} - __builtin_convertvector(kept, Vec<T>);  // a minus alone would make zeros negative
 }
 
-// Calls step(i, lanes) for every whole vector of `count` entries, then for the entries that are left.
-template <typename T, typename Count, typename Step>
-FASTMOD_INLINE void by_vectors(Count count, const Step& step) {
-  int64_t i = 0;
-  for (; i + kLanes<T> <= count; i += kLanes<T>) step(i, std::integral_constant<int64_t, kLanes<T>>{});
-  if (i < count) step(i, count - i);
-}
-template <typename T, typename Lanes>
-FASTMOD_INLINE Vec<T> load_lanes(const T* p, Lanes lanes) {
-  if constexpr (std::is_same_v<Lanes, int64_t>) return load_first(p, lanes);
-  else return load(p);
-}
-template <typename T, typename Lanes>
-FASTMOD_INLINE void store_lanes(T* p, Vec<T> v, Lanes lanes) {
-  if constexpr (std::is_same_v<Lanes, int64_t>) store_first(p, v, lanes);
-  else store(p, v);
-}
-
 // s(1 - s) at temperature 1: with a = exp(-|l|), s = u / (u + a (1 - u)).
 template <typename T>
 FASTMOD_INLINE Vec<T> slope_at_one(Vec<T> u, Vec<T> decay) {
@@ -283,8 +333,10 @@ FASTMOD_INLINE void mask_part(const MaskArgs<T>& args, const MaskRun<T>& run, in
     });
 }
 
+// Inlined, as a run may be a short row of a piece: to write down its description would cost as much as a batch of
+// noise.
 template <typename T>
-void mask_run(const MaskArgs<T>& args, const NoiseKeys& keys, const MaskRun<T>& run) {
+FASTMOD_INLINE void mask_run(const MaskArgs<T>& args, const NoiseKeys& keys, const MaskRun<T>& run) {
   alignas(64) uint32_t buffer[kMaskChunk + 3 + kNoiseBatch];
   const uint64_t start = uint64_t(args.first + run.sample) * uint64_t(args.count) + uint64_t(run.begin);
   int64_t at = 0;
@@ -296,12 +348,12 @@ void mask_run(const MaskArgs<T>& args, const NoiseKeys& keys, const MaskRun<T>& 
       prefetch<0>(run.soon_logits + next, soon);
       prefetch<0>(run.soon_weight + next, soon);
     }
-    noise_batch<kWideVectors>(keys, args.stream, (start + uint64_t(at)) / 4, buffer);
+    noise_batch<kWideVectors>(keys, (start + uint64_t(at)) / 4, buffer);
     mask_part<T>(args, run, at, std::integral_constant<int64_t, kNoiseBatch>{}, buffer);
   }
   for (; at < run.count; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, run.count - at);
-    mask_part<T>(args, run, at, some, noise_words(keys, args.stream, start + uint64_t(at), some, buffer));
+    mask_part<T>(args, run, at, some, noise_words(keys, start + uint64_t(at), some, buffer));
   }
 }
 
@@ -309,7 +361,7 @@ void mask_run(const MaskArgs<T>& args, const NoiseKeys& keys, const MaskRun<T>& 
 
 template <typename T>
 void sample_mask_forward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
-  const NoiseKeys keys(args.seed);
+  const NoiseKeys keys(args.seed, args.stream);
   alignas(64) int32_t off[kMaskChunk];
   for (int64_t at = begin; at < end; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, end - at);
@@ -325,7 +377,7 @@ void sample_mask_forward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
 
 template <typename T>
 void sample_mask_backward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
-  const NoiseKeys keys(args.seed);
+  const NoiseKeys keys(args.seed, args.stream);
   alignas(64) T decay[kMaskChunk], sum[kMaskChunk];
   for (int64_t at = begin; at < end; at += kMaskChunk) {
     const int64_t some = std::min(kMaskChunk, end - at);

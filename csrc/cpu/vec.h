@@ -73,6 +73,24 @@ FASTMOD_INLINE void store_first(T* p, Vec<T> v, int64_t count) {
 }
 #endif
 
+// Calls step(i, lanes) for every whole vector of `count` entries, then for the entries that are left.
+template <typename T, typename Count, typename Step>
+FASTMOD_INLINE void by_vectors(Count count, const Step& step) {
+  int64_t i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>) step(i, std::integral_constant<int64_t, kLanes<T>>{});
+  if (i < count) step(i, count - i);
+}
+template <typename T, typename Lanes>
+FASTMOD_INLINE Vec<T> load_lanes(const T* p, Lanes lanes) {
+  if constexpr (std::is_same_v<Lanes, int64_t>) return load_first(p, lanes);
+  else return load(p);
+}
+template <typename T, typename Lanes>
+FASTMOD_INLINE void store_lanes(T* p, Vec<T> v, Lanes lanes) {
+  if constexpr (std::is_same_v<Lanes, int64_t>) store_first(p, v, lanes);
+  else store(p, v);
+}
+
 // b where it is larger, a NaN in a stays. That is what the instruction does; of the comparison the compiler makes two.
 template <typename T>
 FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {
