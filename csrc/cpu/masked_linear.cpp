@@ -9,7 +9,7 @@ namespace {
 
 // Units of the backward's work, one partial sum of the gradient of x a group of rows: however many threads there are, so
 // that their number does not change a result. Many enough that none waits long for another's last one.
-constexpr int64_t kUnits = 32;
+constexpr int64_t kUnits = 64;
 constexpr int64_t kMaxPartialBytes = 32ll << 20;  // memory of the partial sums of the gradient of x
 
 int64_t parts(int64_t size, int64_t each) { return (size + each - 1) / each; }
