@@ -7,7 +7,7 @@ ARCHS ?= 8.0 9.0 12.0
 CUDA_VENV ?= .venv-cuda
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: run test check bench cuda-check clean
+.PHONY: run test test-fast check bench cuda-check clean
 
 # Trains an SMFR beside its plain twin and writes a report; speed tables come from `make bench`.
 run: $(VENV)/.built
@@ -17,14 +17,19 @@ run: $(VENV)/.built
 test: $(VENV)/.built check
 	$(BIN)/python -m pytest -n 2 tests
 
+# All but the tests that take more than about five seconds each.
+test-fast: $(VENV)/.built
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests
+
 check: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Words choose cases: `make bench WORDS=smfr`. The pytest-benchmark groups: `.venv/bin/python -m pytest bench`.
+# Words choose cases, options keep figures: `make bench WORDS="smfr --save"`; `.venv/bin/fastmod bench --help` tells more.
+# The pytest-benchmark groups: `.venv/bin/python -m pytest bench`.
 bench: $(VENV)/.built
-	$(BIN)/python -m bench.ratios $(WORDS)
+	$(BIN)/fastmod bench $(WORDS)
 
 # The whole extension with its CUDA part, in an environment of its own. Needs nvcc, no GPU; downloads 4.7 GB once.
 cuda-check:

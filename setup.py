@@ -1,4 +1,7 @@
-"""Builds ``fastmod._C``: the C++ part always, the CUDA part when it can be had. Run pip with --no-build-isolation."""
+"""Builds ``fastmod._C``: the C++ part, and the CUDA part when it can be had. Run pip with --no-build-isolation.
+
+FASTMOD_EXTENSION=0 leaves it out: a wheel of Python alone, in which Triton serves GPUs and plain PyTorch CPUs.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+import setuptools
+from setuptools.command.build_py import build_py
+
+EXTENSION = os.environ.get("FASTMOD_EXTENSION", "1") != "0"
 
 
 def find_cuda_home() -> str | None:
@@ -24,26 +31,41 @@ def find_cuda_home() -> str | None:
     return str(Path(top[1]).resolve()) if top else None
 
 
-CUDA_HOME = find_cuda_home()
+CUDA_HOME = find_cuda_home() if EXTENSION else None
 if CUDA_HOME:
     os.environ["CUDA_HOME"] = CUDA_HOME  # torch's build tools read it when they are imported
 
+# pip does not look at what the build needs when it builds without isolation; what setuptools itself says is no help.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(
+        f"fastmod: setuptools {setuptools.__version__} is too old to build with. Run\n"
+        '    pip install "setuptools>=77" wheel ninja\n'
+        "first, then\n"
+        "    pip install --no-build-isolation ."
+    )
 try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 except ImportError:
-    sys.exit(
-        "fastmod: torch is not importable in the build environment. Install torch first, then run\n"
-        "    pip install --no-build-isolation ."
-    )
+    BuildExtension = setuptools.Command
+    if EXTENSION:
+        sys.exit(
+            "fastmod: torch is not importable in the build environment. Install torch first, then run\n"
+            "    pip install --no-build-isolation ."
+        )
 
 ROOT = Path(__file__).parent.resolve()
 BUILD = ROOT / "build"
+STAMP_HEADER = BUILD / "fastmod_stamp.h"
 CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
 if sys.platform == "linux":
     # ATen's parallel_for lives in a header and is serial without it; the runtime is the one that torch has loaded.
     CXX_FLAGS.append("-fopenmp")
 NVCC_FLAGS = ["-O3", "-std=c++20", "--threads=2"]
+# Python's own flags ask for debug information: 50 MB of it around 3 MB of code. DEBUG=1 keeps it, for a debugger.
+DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
+CXX_FLAGS.append("-g" if DEBUG else "-g0")
+LINK_FLAGS = ["-Wl,-s"] if sys.platform == "linux" and not DEBUG else []
 
 
 def cuda_decision() -> tuple[bool, str]:
@@ -72,7 +94,7 @@ def build_stamp(with_cuda: bool) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": str(torch.version.cuda) if with_cuda else "none",
-        "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
+        "compiler": first_line(*shlex.split(os.environ.get("CXX", "c++")), "--version"),
         "machine": platform.machine(),
         "archs": os.environ.get("TORCH_CUDA_ARCH_LIST", "visible GPUs") if with_cuda else "none",
         "flags": " ".join(CXX_FLAGS),
@@ -90,14 +112,16 @@ def write_if_changed(path: Path, text: str) -> None:
 def write_stamp(stamp: dict[str, str]) -> None:
     text = json.dumps(stamp, indent=2)
     write_if_changed(ROOT / "fastmod" / "_build.json", text + "\n")
-    write_if_changed(BUILD / "fastmod_stamp.h", f"#define FASTMOD_STAMP {json.dumps(json.dumps(stamp))}\n")
+    write_if_changed(STAMP_HEADER, f"#define FASTMOD_STAMP {json.dumps(json.dumps(stamp))}\n")
 
 
 def extension(with_cuda: bool) -> CppExtension:
     sources = sorted(str(p.relative_to(ROOT)) for folder in ("csrc", "csrc/cpu") for p in ROOT.glob(f"{folder}/*.cpp"))
     arguments: dict[str, object] = {
         "include_dirs": [str(ROOT / "csrc"), str(BUILD)],
-        "depends": sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.*h")),
+        # The stamp too, which holds the flags: other flags are a reason to build again.
+        "depends": [str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("csrc/**/*.*h")), STAMP_HEADER)],
+        "extra_link_args": LINK_FLAGS,
     }
     if not with_cuda:
         return CppExtension("fastmod._C", sources, extra_compile_args={"cxx": CXX_FLAGS}, **arguments)
@@ -118,7 +142,22 @@ class Build(BuildExtension):
         self.build_temp = str(BUILD / "objects")
 
 
-WITH_CUDA, REASON = cuda_decision()
-print(f"fastmod: building for {'CPU and CUDA' if WITH_CUDA else 'the CPU only'}: {REASON}", file=sys.stderr)
-write_stamp(build_stamp(WITH_CUDA))
-setup(ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": Build})
+class WithoutExtension(build_py):
+    """Says in the wheel, and not in the checkout, that there is no extension to look for."""
+
+    def run(self) -> None:
+        super().run()
+        stamp = {"fastmod": "0.1.0", "extension": "off", "devices": "none"}
+        Path(self.build_lib, "fastmod", "_build.json").write_text(json.dumps(stamp, indent=2) + "\n")
+
+
+# Every folder with an __init__.py; pyproject.toml says where fastmod.kernels lies, which its own `find` cannot.
+PACKAGES = [*setuptools.find_packages(str(ROOT), include=["fastmod", "fastmod.*"]), "fastmod.kernels"]
+if EXTENSION:
+    WITH_CUDA, REASON = cuda_decision()
+    print(f"fastmod: building for {'CPU and CUDA' if WITH_CUDA else 'the CPU only'}: {REASON}", file=sys.stderr)
+    write_stamp(build_stamp(WITH_CUDA))
+    setuptools.setup(packages=PACKAGES, ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": Build})
+else:
+    print("fastmod: building without the extension: FASTMOD_EXTENSION=0", file=sys.stderr)
+    setuptools.setup(packages=PACKAGES, cmdclass={"build_py": WithoutExtension})

@@ -1,1 +1,1 @@
-"""Benchmarks: ``make bench`` for the table of ratios, pytest-benchmark for the groups."""
+"""The cases of the benchmarks: `fastmod bench` for the table, `python -m pytest bench` for pytest-benchmark groups."""

@@ -1,28 +1,24 @@
-"""What the benchmark files share: a group per case, a contender per benchmark, checked before it is timed."""
+"""What the benchmark files share. Without pytest: ``fastmod bench`` reads the cases of these files too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.cases import CONTENDERS, Case
-from fastmod import race
+from fastmod.bench import clock
+from fastmod.bench.steps import Case
 
-
-def contenders(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    """Parametrises a benchmark over cases and contenders."""
-    parameters = [pytest.param(case, name, id=f"{case.label}-{name}") for case in cases for name in CONTENDERS]
-    return pytest.mark.parametrize(("case", "contender"), parameters)
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
 
 
 def measure(benchmark: BenchmarkFixture, case: Case, contender: str) -> None:
+    """A group per case, a contender per benchmark, checked before it is timed."""
     torch.set_num_threads(2)
-    benchmark.group = f"{case.op} {case.label}"
+    benchmark.group = case.name if case.per_call == 1 else f"{case.name}, {case.per_call} steps"
     steps = case.steps(compiled=contender == "compile")
-    error = race.worst_error({"eager": steps["eager"], contender: steps[contender]})
-    assert error <= 1e-4, f"{contender} differs from eager by {error:.1e}"
+    error = clock.worst_error({"eager": steps["eager"], contender: steps[contender]})
+    assert error <= clock.TOLERANCE, f"{contender} differs from eager by {error:.1e}"
     benchmark.extra_info["error"] = error
     benchmark(steps[contender])

@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastmod import race
+from fastmod.bench import clock
+from fastmod.bench.steps import Step
+from fastmod.runs.config import Config, changed
 from fastmod.studies import registry
-from fastmod.studies.config import Config, changed
 
 CASES = (("algo", "SMFR"), ("addmul", "SMFR_softmax"), ("doubleadd", "SMFR_softmax"), ("bpmnist", "SMFR_no_context"))
 # Long steps in short chunks, so that the contenders take turns often enough to meet the same machine.
@@ -26,7 +27,7 @@ def config_of(study: str) -> Config:
     return changed(registry.get(study).defaults, SIZES.get(study, {}))
 
 
-def chunks(study_name: str, model: str) -> dict[str, race.Step]:
+def chunks(study_name: str, model: str) -> dict[str, Step]:
     """Contender -> one chunk of steps."""
     torch.manual_seed(0)
     trial = registry.get(study_name).trial(config_of(study_name), model, 0, torch.device("cpu"))
@@ -56,9 +57,8 @@ def main(words: list[str]) -> None:
         except ValueError as error:  # MNIST is not at hand
             print(f"{study}: {error}")
             continue
-        seconds, _ = race.interleaved(steps, seconds=5, least=30)
-        size = config_of(study).chunk
-        bare, whole = (seconds[name] / size * 1e3 for name in ("bare", "study"))
+        times = clock.interleaved(steps, seconds=5, per_call=config_of(study).chunk)
+        bare, whole = (times[name].median * 1e3 for name in ("bare", "study"))
         table.add_row(f"{study} {model}", f"{bare:.2f}", f"{whole:.2f}", f"{whole / bare:.2f}", f"{LIMIT:g}")
     Console().print(table)
 

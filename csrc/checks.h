@@ -131,9 +131,11 @@ inline void check_sample_mask(const at::Tensor& logits, const std::optional<at::
                     ", got ", weight->sizes());
 }
 
-inline void check_masked_layer(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
-                               const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_logits,
-                               int64_t samples) {
+inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                                 const std::optional<at::Tensor>& biases, const at::Tensor& seed, int64_t samples,
+                                 int64_t first) {
+  TORCH_CHECK_VALUE(x.dim() >= 2 && weight.dim() == 2 && x.size(-1) == weight.size(1),
+                    "expected x [B, ..., in] and weight [out, in], got ", x.sizes(), " and ", weight.sizes());
   check_float(x, "x");
   check_like(x, weight, "weight");
   check_like(x, logits, "logits");
@@ -141,50 +143,22 @@ inline void check_masked_layer(const at::Tensor& x, const at::Tensor& weight, co
                     ", got ", logits.sizes());
   TORCH_CHECK_VALUE(samples >= 1 && x.size(0) % samples == 0, "x: expected a batch that is a multiple of ", samples,
                     " samples, got ", x.size(0));
-  TORCH_CHECK_VALUE(!bias_logits || bias, "bias_logits: expected none without a bias");
-  for (const auto* tensor : {&bias, &bias_logits})
-    if (*tensor) {
-      check_like(x, **tensor, tensor == &bias ? "bias" : "bias_logits");
-      TORCH_CHECK_VALUE((*tensor)->dim() == 1 && (*tensor)->size(0) == weight.size(0),
-                        "bias and bias_logits: expected [", weight.size(0), "], got ", (*tensor)->sizes());
-    }
-}
-
-inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
-                                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_logits,
-                                int64_t samples) {
-  TORCH_CHECK_VALUE(x.dim() >= 2 && weight.dim() == 2 && x.size(-1) == weight.size(1),
-                    "expected x [B, ..., in] and weight [out, in], got ", x.sizes(), " and ", weight.sizes());
-  check_masked_layer(x, weight, logits, bias, bias_logits, samples);
-}
-
-inline void check_masked_product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
-                                 const std::optional<at::Tensor>& biases, const at::Tensor& seed, int64_t samples) {
-  check_masked_linear(x, weight, logits, std::nullopt, std::nullopt, samples);
-  check_mask_noise(seed, 0, samples, 0);
+  check_mask_noise(seed, first, samples, 0);
   if (!biases) return;
   check_like(x, *biases, "biases");
   TORCH_CHECK_VALUE(biases->dim() == 2 && biases->size(0) == samples && biases->size(1) == weight.size(0),
                     "biases: expected [", samples, ", ", weight.size(0), "], got ", biases->sizes());
 }
 
-inline void check_masked_product_grad(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-                                      const at::Tensor& logits, const at::Tensor& seed, int64_t samples, double tau) {
-  check_masked_product(x, weight, logits, std::nullopt, seed, samples);
+inline void check_masked_linear_grad(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+                                      const at::Tensor& logits, const at::Tensor& seed, int64_t samples, int64_t first,
+                                      double tau) {
+  check_masked_linear(x, weight, logits, std::nullopt, seed, samples, first);
   check_like(x, grad, "grad");
   TORCH_CHECK_VALUE(tau > 0, "tau: expected a number > 0, got ", tau);
   const int64_t batch = leading_size(x, 1), out = weight.size(0);
   TORCH_CHECK_VALUE(grad.dim() == x.dim() && grad.numel() == batch * out && grad.size(-1) == out,
                     "grad: expected [B, ..., ", out, "], got ", grad.sizes());
-}
-
-inline void check_masked_conv2d(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
-                                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_logits,
-                                int64_t samples, int64_t groups) {
-  TORCH_CHECK_VALUE(x.dim() == 4 && weight.dim() == 4 && groups >= 1 && x.size(1) == weight.size(1) * groups,
-                    "expected x [B, in, H, W] and weight [out, in / groups, h, w], got ", x.sizes(), " and ",
-                    weight.sizes(), " with ", groups, " groups");
-  check_masked_layer(x, weight, logits, bias, bias_logits, samples);
 }
 
 }  // namespace fastmod

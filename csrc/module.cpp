@@ -1,4 +1,4 @@
-// The pybind11 module: loading it registers the ops; it tells how it was built and which kernels run.
+// The pybind11 module: loading it registers the kernels; it tells how it was built and which kernels run.
 #include <pybind11/pybind11.h>
 
 #include "cpu/kernels.h"

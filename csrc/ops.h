@@ -1,4 +1,5 @@
-// Signatures of the kernel-level ops: ops.cpp holds their schemas, every backend implements them in its own namespace.
+// Signatures of the kernels. Their schemas are defined in fastmod/ops/, one file per op, with everything else that an op
+// is; here every backend implements them in its own namespace.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -57,33 +58,11 @@ at::Tensor sample_mask_backward(const at::Tensor& grad, const at::Tensor& logits
                                 const OptionalTensor& base);
 
 // x [B, ..., in], part s of the batch through sample s of the masked weight [out, in], plus row s of biases [S, out]
-at::Tensor masked_product_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
-                                  const OptionalTensor& biases, const at::Tensor& seed, int64_t samples);
-// gradients of x, weight and logits; empty where not needed
-std::vector<at::Tensor> masked_product_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-                                                const at::Tensor& logits, const at::Tensor& seed, int64_t samples,
-                                                double tau, std::array<bool, 3> needs);
-
-// The same with a bias [out] under masks of its own
 at::Tensor masked_linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
-                                 const OptionalTensor& bias, const OptionalTensor& bias_logits, const at::Tensor& seed,
-                                 int64_t samples);
-// gradients of x, weight, logits, bias and bias_logits; empty where not needed
+                                  const OptionalTensor& biases, const at::Tensor& seed, int64_t samples, int64_t first);
+// gradients of x, weight and logits; empty where not needed
 std::vector<at::Tensor> masked_linear_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-                                               const at::Tensor& logits, const OptionalTensor& bias,
-                                               const OptionalTensor& bias_logits, const at::Tensor& seed,
-                                               int64_t samples, double tau, std::array<bool, 5> needs);
-
-// The same of a convolution: x [B, in, H, W], weight [out, in / groups, h, w]
-at::Tensor masked_conv2d_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
-                                 const OptionalTensor& bias, const OptionalTensor& bias_logits, const at::Tensor& seed,
-                                 int64_t samples, at::IntArrayRef stride, at::IntArrayRef padding,
-                                 at::IntArrayRef dilation, int64_t groups);
-std::vector<at::Tensor> masked_conv2d_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-                                               const at::Tensor& logits, const OptionalTensor& bias,
-                                               const OptionalTensor& bias_logits, const at::Tensor& seed,
-                                               int64_t samples, at::IntArrayRef stride, at::IntArrayRef padding,
-                                               at::IntArrayRef dilation, int64_t groups, double tau,
-                                               std::array<bool, 5> needs);
+                                                const at::Tensor& logits, const at::Tensor& seed, int64_t samples,
+                                                double tau, std::array<bool, 3> needs, int64_t first);
 
 }  // namespace fastmod

@@ -16,7 +16,7 @@ REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 #: The pybind11 module, or None.
 MODULE: ModuleType | None = None
-#: Whether the ``fastmod::`` ops exist.
+#: Whether the native kernels of the ``fastmod::`` ops exist; their schemas always do.
 LOADED = False
 #: One line for people: what was loaded, or why not.
 STATUS = ""
@@ -35,6 +35,9 @@ def built_stamp() -> dict[str, str] | None:
 def _load() -> None:
     global MODULE, LOADED, STATUS
     stamp = built_stamp()
+    if stamp is not None and stamp.get("extension") == "off":
+        STATUS = "installed without the extension: Triton serves GPUs, plain PyTorch CPUs"
+        return
     if stamp is None or importlib.util.find_spec("fastmod._C") is None:
         STATUS = f"no compiled extension; build it with: {REBUILD}"
     elif stamp.get("torch") != torch.__version__:
@@ -45,13 +48,17 @@ def _load() -> None:
         )
     else:
         try:
-            MODULE = importlib.import_module("fastmod._C")
+            module = importlib.import_module("fastmod._C")
         except ImportError as error:
             STATUS = f"the extension does not load ({error}); rebuild it with: {REBUILD}"
         else:
-            LOADED = True
-            STATUS = f"loaded, built for {stamp.get('devices')}"
-            return
+            if hasattr(torch.ops.fastmod, "multiplex"):
+                # Older extensions defined the ops themselves, autograd and all.
+                STATUS = f"the extension was built from older sources; rebuild it with: {REBUILD}"
+            else:
+                MODULE, LOADED = module, True
+                STATUS = f"loaded, built for {stamp.get('devices')}"
+                return
     warnings.warn(f"fastmod: {STATUS}. Plain PyTorch serves until then.", RuntimeWarning, stacklevel=3)
 
 
@@ -97,15 +104,13 @@ def covers(archs: str, capability: tuple[int, int]) -> bool:
 
 @cache
 def triton_ops() -> frozenset[str]:
-    """Ops with Triton kernels registered; empty without triton or without the extension that holds the schemas."""
-    if not LOADED:
-        return frozenset()
+    """Ops with Triton kernels registered, which need no extension; empty without triton."""
     try:
         kernels = importlib.import_module("fastmod.kernels")
     except ImportError:
         return frozenset()
-    # These have no kernels of their own there: the extension calls those of one MFNNR layer by layer, those of
-    # sample_mask sample by sample.
+    # These have no kernels of their own there: their files in fastmod/ops call those of one MFNNR layer by layer, those
+    # of sample_mask sample by sample.
     return frozenset([*kernels.register(), "smfr", "masked_conv2d"])
 
 

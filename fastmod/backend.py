@@ -4,48 +4,78 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastmod import _extension
 
 BACKENDS = ("auto", "native", "triton", "reference")
-OPS = (
-    "multiplex",
-    "gated_residual",
-    "range_penalty",
-    "mfnnr",
-    "smfr",
-    "sample_mask",
-    "masked_linear",
-    "masked_conv2d",
-)
+#: Every file of an op in ``fastmod/ops``; nothing is imported for it.
+OPS = tuple(sorted(path.stem for path in (Path(__file__).parent / "ops").glob("[a-z]*.py")))
 
-# A plain module global, not a thread-local: torch.compile guards on it, and the autograd threads never read it,
-# because the choice made in the forward travels to the backward with the node.
-_active = "auto"
+
+class _Thread(threading.local):
+    """The choice of the running thread, None outside of every ``with``.
+
+    torch.compile guards on the attribute, in the thread that calls, as long as ``__init__`` makes it (it runs in every
+    thread); a default of the class it would take for constant.
+    """
+
+    def __init__(self) -> None:
+        self.choice: str | None = None
+
+
+# The autograd threads read neither: the choice made in the forward travels to the backward with the node.
+_thread = _Thread()
+_process = "auto"
+
+
+def active() -> str:
+    """The choice that holds here and now."""
+    choice = _thread.choice
+    return _process if choice is None else choice
 
 
 class use_backend:  # noqa: N801 - it reads as a function and, in a `with`, as a context manager
-    """Choose the backend, until changed or for the length of a ``with`` block.
+    """Choose the backend: a call for the process, a ``with`` for its block, in this thread.
 
     >>> fastmod.use_backend("reference")
     >>> with fastmod.use_backend("native"):
     ...     y = model(x)
+
+    A ``with`` is seen by its own thread alone, not by threads that are started inside of it. A call is seen by every
+    thread that is not inside of a ``with``: by its own at once, by the others when the object it returns is gone,
+    which is at the end of the statement unless somebody keeps it; only then is it sure that no ``with`` follows. A call
+    inside of a ``with`` holds at once and after it. Inside of a function that torch.compile compiles, use ``with``: a
+    call would hold to the end of that function.
     """
 
+    _waits = False  # for a `with`, or for its own end; here of an object whose name was refused
+
     def __init__(self, name: str) -> None:
-        global _active
         if name not in BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
-        self._previous = _active
-        _active = name
+        self._name, self._outer = name, _thread.choice
+        self._waits = True
+        _thread.choice = name
 
     def __enter__(self) -> None:
-        return None
+        self._waits = False
+        _thread.choice = self._name  # again, where one object serves several blocks
+
+    def __del__(self) -> None:
+        global _process
+        if self._waits:  # no `with` came: it was a call
+            _process = self._name
+            if self._outer is None and _thread.choice == self._name:
+                _thread.choice = None
 
     def __exit__(
         self,
@@ -53,8 +83,7 @@ class use_backend:  # noqa: N801 - it reads as a function and, in a `with`, as a
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        global _active
-        _active = self._previous
+        _thread.choice = self._outer
 
 
 def triton_interprets() -> bool:
@@ -62,7 +91,6 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@torch.compiler.assume_constant_result
 def available(op: str, device_type: str) -> dict[str, bool]:
     """Backend -> whether it can serve ``op`` on tensors of ``device_type``."""
     return {
@@ -71,6 +99,10 @@ def available(op: str, device_type: str) -> dict[str, bool]:
         and (device_type == "cuda" or (device_type == "cpu" and triton_interprets())),
         "reference": True,
     }
+
+
+# What torch.compiler.assume_constant_result does, without the second that importing the compiler takes.
+available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def automatic(op: str, device_type: str) -> str:
@@ -95,18 +127,23 @@ def resolve(op: str, tensor: Tensor) -> str:
     """The backend that serves ``op`` for ``tensor`` now; an explicit choice that cannot serve it is an error."""
     if not isinstance(tensor, Tensor):
         return "reference"  # it checks its arguments first
+    if forward_ad._current_level >= 0:
+        return "reference"  # torch.func.jvp and dual numbers: the kernels have no forward-mode derivative
     device_type = tensor.device.type
-    if _active == "auto":
+    choice = _thread.choice  # as in active(), without the time of a call
+    if choice is None:
+        choice = _process
+    if choice == "auto":
         if device_type == "cpu":  # the common case without a search
             return "native" if _extension.LOADED else "reference"
         return automatic(op, device_type)
-    if _active != "reference" and not available(op, device_type)[_active]:
+    if choice != "reference" and not available(op, device_type)[choice]:
         raise RuntimeError(
-            f"backend: {_active!r} cannot serve {op} on {device_type} tensors; "
+            f"backend: {choice!r} cannot serve {op} on {device_type} tensors; "
             f"available: {[name for name, ok in available(op, device_type).items() if ok]}; "
             "`fastmod doctor` tells why"
         )
-    return _active
+    return choice
 
 
 def checks_first(chosen: str) -> bool:
@@ -118,13 +155,23 @@ def checks_first(chosen: str) -> bool:
     return chosen == "reference" or torch.compiler.is_compiling()
 
 
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on; torch refuses to tell of meta tensors, which know no autocast."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def lowered(first: Tensor, *tensors: Any) -> tuple[Any, ...]:
+    """The autocast rule of the ops: tensors in the autocast dtype, as for a matmul; fp64 and None stay as they are."""
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (first, *tensors))
+
+
 @contextlib.contextmanager
-def reference_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The autocast rule of the ops for the reference: cast to the autocast dtype, then compute without autocast."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        yield tensors
+def reference_autocast(first: Tensor, *tensors: Any) -> Iterator[tuple[Any, ...]]:
+    """The same rule for plain PyTorch, which then computes without autocast."""
+    device_type = first.device.type
+    if not autocast_enabled(device_type):
+        yield first, *tensors
         return
-    dtype = torch.get_autocast_dtype(device_type)
     with torch.autocast(device_type, enabled=False):
-        yield tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+        yield lowered(first, *tensors)

@@ -10,9 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import fastmod
+from fastmod import _extension, terminal
 from fastmod import doctor as doctor_module
 from fastmod import race as race_module
-from fastmod.studies import command
+from fastmod.bench import clock, table
+from fastmod.bench import command as bench_command
+from fastmod.gpu import command as gpu_command
+from fastmod.runs import command
 
 app = typer.Typer(
     add_completion=False,
@@ -24,7 +29,24 @@ console = Console()
 app.command()(command.study)
 app.command()(command.inspect)
 app.command()(command.live)
+app.command()(bench_command.bench)
+app.command("compile")(gpu_command.compile_kernels)
 _COLOURS = {doctor_module.OK: "green", doctor_module.UNAVAILABLE: "dim", doctor_module.FAILED: "bold red"}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fastmod {fastmod.__version__}, torch {torch.__version__}, extension: {_extension.STATUS}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Version, torch and build in one line.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -69,30 +91,12 @@ def race(
     """Race an SMFR step (forward + backward) against plain PyTorch; results are checked equal before they are timed."""
     torch.set_num_threads(threads)
     contenders = ["eager", "compile", "fastmod"] if compiled else ["eager", "fastmod"]
-    results = []
     with console.status("racing ..."):
-        for case in race_module.SMFR_CASES:
-            steps = race_module.smfr_steps(case, compiled=compiled)
-            results.append(race_module.run(case.label, steps, target=case.target, seconds=seconds))
-    console.print(race_table(results, contenders))
+        results = [clock.run(case, compiled=compiled, seconds=seconds) for case in race_module.CASES]
+    console.print(table.of(results, contenders, "SMFR step"))
     raise typer.Exit(0 if all(result.matches for result in results) else 1)
 
 
-def race_table(results: list[race_module.Result], contenders: list[str], what: str = "SMFR step") -> Table:
-    """One row per case: median milliseconds, ratio of the best baseline to fastmod, the ratio aimed at, Match."""
-    table = Table(what, *contenders, "ratio", "target", "Match", title="median milliseconds")
-    if any(result.noisy for result in results):
-        table.caption = "~ the machine was busy with something else: this figure is worth little"
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for result in results:
-        times = [f"{result.seconds[name] * 1e3:.3f}" if result.seconds else "-" for name in contenders]
-        ratio = "-" if result.ratio is None else f"{'~' if result.noisy else ''}{result.ratio:.2f}"
-        target = "-" if result.target is None else f"{result.target:g}"
-        match = f"{'yes' if result.matches else '[bold red]NO[/]'} {result.error:.0e}"
-        table.add_row(result.label, *times, ratio, target, match)
-    return table
-
-
 def main() -> None:
+    terminal.be_lenient()
     app()

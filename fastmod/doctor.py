@@ -76,7 +76,7 @@ def extension_state() -> tuple[dict[str, str], str, list[str]]:
     """Build stamp, instruction set in use, problems."""
     written = _extension.built_stamp()
     if _extension.MODULE is None:
-        return written or {}, "none", [_extension.STATUS]
+        return written or {}, "none", [] if left_out(written) else [_extension.STATUS]
     stamp = _extension.MODULE.stamp()
     compiled = json.loads(stamp) if isinstance(stamp, str) else dict(stamp)
     problems = []
@@ -86,6 +86,11 @@ def extension_state() -> tuple[dict[str, str], str, list[str]]:
             f"the extension and its stamp file differ in {', '.join(changed)}; rebuild it with: {_extension.REBUILD}"
         )
     return compiled, str(_extension.MODULE.cpu_isa()), problems
+
+
+def left_out(stamp: dict[str, str] | None) -> bool:
+    """Whether this is an installation without the extension, by choice."""
+    return stamp is not None and stamp.get("extension") == "off"
 
 
 def examine_op(op: str, name: str, device: str) -> Line:
@@ -132,12 +137,11 @@ def why_not(op: str, name: str, device: str) -> tuple[bool, str]:
     """Why a backend cannot serve, and whether it should."""
     if name == "native":
         if not _extension.LOADED:
-            return True, "the extension is not loaded"
+            meant = left_out(_extension.built_stamp())
+            return not meant, "installed without the extension" if meant else "the extension is not loaded"
         return False, f"no {device} kernels in this build"
     if importlib.util.find_spec("triton") is None:
         return False, "triton is not installed"
-    if not _extension.LOADED:
-        return False, "needs the extension, for its schemas"
     if op not in _extension.triton_ops():
         try:
             importlib.import_module("fastmod.kernels")

@@ -54,20 +54,20 @@ def gumbel(seed: Tensor, shape: torch.Size, *, stream: int, dtype: torch.dtype, 
     return -torch.log(-torch.log(uniform(seed, shape, stream=stream, dtype=dtype, device=device)))
 
 
-def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def seed_tensor(seed: int | Tensor | None, device: torch.device, name: str = "seed") -> Tensor:
     """The seed as an int64 0-d tensor; ``None`` draws one from torch's generator, so ``torch.manual_seed`` rules."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.dim() != 0:
             raise TypeError(
-                f"seed: expected an int or an int64 0-d tensor, got {seed.dtype} of shape {list(seed.shape)}"
+                f"{name}: expected an int or an int64 0-d tensor, got {seed.dtype} of shape {list(seed.shape)}"
             )
         if seed.device not in (device, torch.device("cpu")):
-            raise RuntimeError(f"seed: expected a tensor on {device} or on the CPU, got one on {seed.device}")
+            raise RuntimeError(f"{name}: expected a tensor on {device} or on the CPU, got one on {seed.device}")
         return seed
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed: expected an int or an int64 0-d tensor, got {type(seed).__name__}")
+        raise TypeError(f"{name}: expected an int or an int64 0-d tensor, got {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed: expected an int that fits in 64 bits, got {seed}")
+        raise ValueError(f"{name}: expected an int that fits in 64 bits, got {seed}")
     return torch.tensor(seed, dtype=torch.int64)

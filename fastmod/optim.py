@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,24 +11,36 @@ from torch import Tensor, nn
 
 from fastmod import _extension
 
-_HOOKS = sys.modules[torch.optim.Optimizer.__module__]  # knows of the hooks of all optimisers
+# What the extension may be handed; other kinds of tensors (DTensor ...) have ideas of their own what an op does.
+_KINDS = {Tensor, nn.Parameter}
+_UNUSUAL = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable", "foreach")
+
+# Torch wraps the step of every class that it makes an optimiser of, so that hooks run and the profiler sees it. The
+# step below is wrapped in that way, and calling a wrapped one from it would run all hooks twice.
+_torch_step = inspect.unwrap(torch.optim.Adam.step)
 
 
 class Adam(torch.optim.Adam):
     """``torch.optim.Adam``, preceded by ``clip_grad_norm_`` when ``max_norm`` is given.
 
-    A drop-in: same state, same ``state_dict``. On the CPU, fp32 and fp64 parameters are updated by one call of the
-    extension; anything else (other devices, weight decay, amsgrad, sparse gradients ...) is left to torch.
+    A drop-in: same state, same ``state_dict``, same hooks. On the CPU, fp32 and fp64 parameters are updated by one call
+    of the extension, which clips as well. Anything else is left to torch: other devices and dtypes, weight decay,
+    amsgrad, a learning rate that is a tensor, distributed tensors, compiled steps ...
+
+    Under ``torch.amp.GradScaler`` the norm is that of the unscaled gradients, and a step with an infinite one is
+    skipped; ``scaler.unscale_`` may be called before, but need not. What ``p.grad`` holds after a step, the clipped
+    gradient or still the whole one, is not specified.
 
     Args:
-        params, lr, betas, eps, and keywords: as in ``torch.optim.Adam``.
+        params, lr, betas, eps, and keywords: as in ``torch.optim.Adam``. ``fused`` is True unless given, or unless
+            ``foreach`` or ``differentiable`` are; ``fused=False`` leaves every step to torch.
         max_norm: the norm of all gradients together is clipped to this; None leaves them as they are.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         *,
@@ -38,169 +49,109 @@ class Adam(torch.optim.Adam):
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm: expected a number > 0 or None, got {max_norm}")
-        super().__init__(params, lr, betas, eps, **{"fused": True, **options})
+        if not (options.get("foreach") or options.get("differentiable")):
+            options = {"fused": True, **options}
+        super().__init__(params, lr, betas, eps, **options)
         self.max_norm = max_norm
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As torch's. While nobody watches, without the profiler's record around it: that and the search for hooks take
-        as long as the update of a small model."""
-        if closure is None and not self._watched() and self._one_call():
-            return None
-        return self._watched_step(closure)
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch wraps what has no such mark; it is _watched_step that is wrapped
-
-    def _watched(self) -> bool:
-        """Whether a hook or the profiler wants to know of a step; yes if this torch does not tell."""
-        return bool(
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or getattr(_HOOKS, "_global_optimizer_pre_hooks", True)
-            or getattr(_HOOKS, "_global_optimizer_post_hooks", True)
-            or getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-        )
-
-    @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
-    def _watched_step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As torch's."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._one_call():
-            return loss
-        fast = self._ready() if _extension.LOADED else None
-        if fast is not None:
-            self._fast_step(fast)
-        else:
-            if self.max_norm is not None:
-                every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-                nn.utils.clip_grad_norm_(every, self.max_norm, foreach=True)
-            super().step()
+        if not self._one_call():
+            self._clip()
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                _torch_step(self)
         return loss
 
     def _one_call(self) -> bool:
-        """The common case: the one group of the last step, all of it with gradients again."""
-        known = self.__dict__.get("_known")
-        if known is None or len(known) != 1 or not known[0].looks_the_same(self.state):
+        """False, with nothing done, if something is asked for that the extension does not do.
+
+        Nothing is kept from step to step: the lists are made in a small part of the time that they save, and what was
+        kept would have to be found out of date whenever someone freezes, moves, adds or reloads something.
+        """
+        # A GradScaler leaves its notes on the optimiser, and torch's kernels act on them.
+        if not _extension.LOADED or hasattr(self, "found_inf") or torch.compiler.is_compiling():
             return False
-        fast = known[0]
-        (beta1, beta2), lr, eps = fast.group["betas"], fast.group["lr"], fast.group["eps"]
-        return fast.step(self.max_norm or 0.0, lr, beta1, beta2, eps)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, without the profiler's record around it, which costs more than a small model's gradients."""
-        if not set_to_none:
-            return super().zero_grad(set_to_none)
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        states: list[dict[str, Tensor]] = []
+        sizes, numbers = [], []
         for group in self.param_groups:
+            if not _plain(group):
+                return False
+            before = len(params)
             for parameter in group["params"]:
-                parameter.grad = None
-        return None
+                gradient = parameter.grad
+                if gradient is not None:
+                    params.append(parameter)
+                    grads.append(gradient)
+            sizes.append(len(params) - before)
+            numbers.append((group["lr"], *group["betas"], group["eps"]))
+        if not {*map(type, params), *map(type, grads)} <= _KINDS:
+            return False
+        for parameter in params:
+            state = self.state[parameter]
+            if not state and not _begin(state, parameter):
+                return False
+            states.append(state)
+        means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        return torch.ops.fastmod.adam_.default(
+            params, grads, means, squares, steps, sizes, *map(list, zip(*numbers, strict=True)), self.max_norm or 0.0
+        )
 
-    def _ready(self) -> list[_Fast] | None:
-        """The lists that the extension takes; made once, and anew when parameters, their state or who has a gradient
-        change. None: something is asked for that the extension does not do."""
-        known = self.__dict__.get("_known")
-        if known is not None and all(f.fits(self.state) for f in known):
-            return known
-        known = []
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            if not _plain(group, params):
-                return None
-            states = [self._state_of(p) for p in params]
-            columns = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-            known.append(_Fast(group, params, *columns))
-        self.__dict__["_known"] = known
-        return known
-
-    def _fast_step(self, fast: list[_Fast]) -> None:
-        gradients = [[_dense(p.grad) for p in f.params] for f in fast]
-        clipped = sum(torch.ops.fastmod.square_sum(some) for some in gradients) if self.max_norm else 0.0
-        for f, some in zip(fast, gradients, strict=True):
-            (beta1, beta2), lr, eps = f.group["betas"], f.group["lr"], f.group["eps"]
-            torch.ops.fastmod.adam_(
-                f.params, some, f.means, f.squares, f.steps, clipped, self.max_norm or 0.0, lr, beta1, beta2, eps
-            )
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if not state:  # as torch.optim.Adam begins it
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.__dict__.pop("_known", None)
+    def _clip(self) -> None:
+        """The gradients in place, where torch does the rest."""
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.max_norm is None or any(p.grad.is_sparse for p in params):  # which Adam will refuse
+            return
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            nn.utils.clip_grad_norm_(params, self.max_norm)
+            return
+        # Still scaled, by a GradScaler; torch's kernel divides by the scale. All but the norm may stay as it is.
+        if any(p.grad.dtype is torch.float16 for p in params):
+            raise ValueError("max_norm: expected None for float16 gradients under a GradScaler: their norm overflows")
+        norm = nn.utils.get_total_norm([p.grad for p in params])
+        nn.utils.clip_grads_with_norm_(params, self.max_norm, norm / scale.to(norm.device))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self.__dict__.pop("_known", None)
+        group = self.param_groups[-1]
+        if group["fused"] and any(p.is_complex() for p in group["params"]):
+            group["fused"] = None  # torch has no fused step for these, but others
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. State of a ``torch.optim.Adam`` that was not told how to step leaves it open here too."""
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):  # else torch will complain
+            groups = [_with_choice(group, own["fused"]) for group, own in zip(groups, self.param_groups, strict=True)]
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "max_norm": self.max_norm}
 
 
-@dataclass
-class _Fast:
-    """What the extension needs of one group, in lists."""
-
-    group: dict[str, Any]
-    params: list[Tensor]
-    means: list[Tensor]
-    squares: list[Tensor]
-    steps: list[Tensor]
-
-    def __post_init__(self) -> None:
-        self.without = [p for p in self.group["params"] if p.grad is None]
-        self.places = [p.data_ptr() for p in self.params]  # model.to(...) moves the parameters, not these lists
-        lists = torch.classes.fastmod.AdamLists(self.params, self.means, self.squares, self.steps)
-        self.step = lists.step
-
-    def looks_the_same(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-        """A quick look; the extension finds parameters that have moved and gradients that are missing by itself."""
-        return (
-            not self.without
-            and len(self.group["params"]) == len(self.params)
-            and self._has_state_of(state)
-            and _options_are_plain(self.group)
-        )
-
-    def fits(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-        """Whether nothing has changed that the lists were made for."""
-        return (
-            all(p.grad is not None for p in self.params)
-            and all(p.grad is None for p in self.without)
-            and [p.data_ptr() for p in self.params] == self.places
-            and self._has_state_of(state)
-            and _options_are_plain(self.group)
-        )
-
-    def _has_state_of(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-        """Whether these are still the optimiser's moments; its state may have been emptied or put in anew."""
-        return state[self.params[0]].get("exp_avg") is self.means[0] if self.params[0] in state else False
+def _with_choice(group: Mapping[str, Any], fused: bool | None) -> dict[str, Any]:
+    open_ = group.get("fused") is None and not group.get("foreach") and not group.get("differentiable")
+    return {**group, "fused": fused} if open_ else {**group}
 
 
-def _dense(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient if gradient.is_contiguous() else gradient.contiguous()
+def _begin(state: dict[str, Tensor], parameter: Tensor) -> bool:
+    """Fills an empty state as torch.optim.Adam does; not on devices, where the count of steps may belong elsewhere."""
+    if parameter.device.type != "cpu":
+        return False
+    state["step"] = torch.zeros((), dtype=torch.float32)
+    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return True
 
 
-def _plain(group: dict[str, Any], params: list[Tensor]) -> bool:
+def _plain(group: Mapping[str, Any]) -> bool:
     """Whether the extension does all that is asked for."""
-    dtype = params[0].dtype
-    return (
-        _options_are_plain(group)
-        and dtype in (torch.float32, torch.float64)
-        and all(p.device.type == "cpu" and p.dtype is dtype and p.is_contiguous() for p in params)
-        and all(p.grad is not None and p.grad.layout is torch.strided for p in params)
-    )
-
-
-def _options_are_plain(group: dict[str, Any]) -> bool:
-    unusual = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable")
-    return not any(group[name] for name in unusual) and isinstance(group["lr"], float)
+    if any(map(group.__getitem__, _UNUSUAL)) or group["fused"] is False:
+        return False
+    return all(isinstance(number, (int, float)) for number in (group["lr"], *group["betas"], group["eps"]))

@@ -1,38 +1,35 @@
-"""Triton kernels, one file per op, registered under the schemas of the C++ extension.
+"""Triton kernels, one file per op, registered under the schemas that ``fastmod/ops`` defines.
 
 ``fastmod::<op>_forward.triton`` and ``..._backward.triton`` always lead here; where the extension has no CUDA kernels,
-so do the plain overloads on CUDA tensors, and a GPU needs no nvcc. Importing this package needs triton.
+so do the plain overloads on CUDA tensors. Neither nvcc nor the extension is needed. Importing this package needs
+triton.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 from collections.abc import Callable
 
 import torch
-from fastmod.kernels.gated_residual import gated_residual_backward, gated_residual_forward
-from fastmod.kernels.masked_linear import masked_product_backward, masked_product_forward
-from fastmod.kernels.mfnnr import mfnnr_backward, mfnnr_forward
-from fastmod.kernels.multiplex import multiplex_backward, multiplex_forward
-from fastmod.kernels.range_penalty import range_penalty_backward, range_penalty_forward
-from fastmod.kernels.sample_mask import sample_mask_backward, sample_mask_forward
 
 from fastmod import _extension
 
-LAUNCHERS: dict[str, Callable[..., object]] = {
-    "multiplex_forward": multiplex_forward,
-    "multiplex_backward": multiplex_backward,
-    "gated_residual_forward": gated_residual_forward,
-    "gated_residual_backward": gated_residual_backward,
-    "range_penalty_forward": range_penalty_forward,
-    "range_penalty_backward": range_penalty_backward,
-    "mfnnr_forward": mfnnr_forward,
-    "mfnnr_backward": mfnnr_backward,
-    "sample_mask_forward": sample_mask_forward,
-    "sample_mask_backward": sample_mask_backward,
-    "masked_product_forward": masked_product_forward,
-    "masked_product_backward": masked_product_backward,
-}
+
+def _launchers() -> dict[str, Callable[..., object]]:
+    """What each file of an op holds under the names of its schemas; files without launchers help others."""
+    found: dict[str, Callable[..., object]] = {}
+    for info in pkgutil.iter_modules(__path__):
+        if not info.name.startswith("_"):
+            module = importlib.import_module(f"{__name__}.{info.name}")
+            for name in (f"{info.name}_forward", f"{info.name}_backward"):
+                found[name] = getattr(module, name)
+    return found
+
+
+LAUNCHERS = _launchers()
+globals().update(LAUNCHERS)  # kernels.multiplex_forward
 
 # torch drops the registrations with the object that made them.
 _library: torch.library.Library | None = None
@@ -51,5 +48,4 @@ def register() -> list[str]:
             if not native:
                 library.impl(name, launcher, "CUDA")
         _library = library
-    names = {name.rsplit("_", 1)[0] for name in LAUNCHERS}
-    return sorted(names - {"masked_product"} | {"masked_linear"})  # its matrix products have a name of their own
+    return sorted({name.rsplit("_", 1)[0] for name in LAUNCHERS})

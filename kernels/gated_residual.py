@@ -11,6 +11,7 @@ import triton.language as tl
 from fastmod.kernels._common import OPTIONS, compute_type, excess, guard, row_tile, sigmoid, split_rows
 from torch import Tensor
 
+from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype
 
 
@@ -176,3 +177,26 @@ def gated_residual_backward(grad: Tensor, x: Tensor, new: Tensor, gate: Tensor) 
         dgate,
     )
     return dx, dnew, dgate
+
+
+# ---- What `fastmod compile` builds of this file, and the tests check
+
+
+def specialisations(dtype: Dtype) -> list[Specialisation]:
+    """Alone, and with the larger D inside an MFNNR, which copies the gates and adds the penalty."""
+    p, w = dtype.pointer, dtype.wide_pointer
+    found = []
+    for d in (10, 196):
+        inside = d == 196
+        tile = {**row_tile(d, dtype.compute), "CT": dtype.compute}
+        forward = {
+            "x_ptr": p, "new_ptr": p, "gate_ptr": p, "out_ptr": p, "copy_ptr": p if inside else None,
+            "partials_ptr": w if inside else None, "PENALTY": inside, **tile,
+        }  # fmt: skip
+        backward = {
+            "grad_ptr": p, "x_ptr": p, "new_ptr": p, "gate_ptr": p, "dx_ptr": p, "dnew_ptr": p, "dgate_ptr": p,
+            "grad_penalty_ptr": w if inside else None, **tile,
+        }  # fmt: skip
+        found.append(Specialisation(forward_kernel, forward, OPTIONS, f"D{d}"))
+        found.append(Specialisation(backward_kernel, backward, OPTIONS, f"D{d}"))
+    return found

@@ -1,8 +1,8 @@
 """Triton kernels and launchers of ``masked_linear``: weights are masked tile by tile, on their way into the products.
 
-``masked_product_forward`` and ``_backward`` are what ``csrc/masks.cpp`` calls when a sample has few rows, so that one
-program holds them all and every mask is drawn once a product. No masked copy of the weight is ever in memory. The
-thresholds are: 4 bytes a weight, computed once, where the products would need them once a sample.
+They serve samples of few rows, so that one program holds them all and every mask is drawn once a product. No masked
+copy of the weight is ever in memory. The thresholds are: 4 bytes a weight, computed once, where the products would need
+them once a sample.
 
 Element (o, i) of sample s has the noise of index ``s * P + o * IN + i``, with ``P = OUT * IN``.
 """
@@ -19,6 +19,7 @@ from fastmod.kernels._common import OPTIONS, compute_type, guard, key, noise_wor
 from fastmod.kernels.sample_mask import EXACT_OPTIONS, slope_at, slope_at_one, words_off
 from torch import Tensor
 
+from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.noise import STREAM_MASK
 
 STREAM = tl.constexpr(STREAM_MASK)
@@ -30,6 +31,8 @@ TILE = {"BLOCK_R": 64, "BLOCK_O": 16, "BLOCK_I": 32}
 TILE_FP64 = {"BLOCK_R": 64, "BLOCK_O": 16, "BLOCK_I": 16}
 #: Of the gradients of weight and logits, whose sums and slopes take many registers; with more of them ptxas spills.
 WEIGHT_TILE = {"BLOCK_O": 16, "BLOCK_I": 16}
+#: Numbers of eight bytes take twice the registers, which twice the warps have.
+WEIGHT_OPTIONS_FP64 = {**OPTIONS, "num_warps": 8}
 
 
 @triton.jit
@@ -197,10 +200,11 @@ def thresholds(logits: Tensor) -> Tensor:
     return off
 
 
-def masked_product_forward(
-    x: Tensor, weight: Tensor, logits: Tensor, biases: Tensor | None, seed: Tensor, samples: int
+def masked_linear_forward(
+    x: Tensor, weight: Tensor, logits: Tensor, biases: Tensor | None, seed: Tensor, samples: int, first: int = 0
 ) -> Tensor:
     """x ``[B, ..., in]``, weight and logits ``[out, in]``, biases ``[S, out]`` -> ``[B, ..., out]``."""
+    assert first == 0, f"first: expected 0, got {first}"
     outputs, inputs = weight.shape
     out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -217,7 +221,7 @@ def masked_product_forward(
     return out
 
 
-def masked_product_backward(
+def masked_linear_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -226,8 +230,10 @@ def masked_product_backward(
     samples: int,
     tau: float,
     needs: Sequence[bool],
+    first: int = 0,
 ) -> list[Tensor]:
     """grad ``[B, ..., out]`` -> gradients of x, weight and logits; empty where not needed."""
+    assert first == 0, f"first: expected 0, got {first}"
     outputs, inputs = weight.shape
     like = (x, weight, logits)
     rows = x.shape[:-1].numel() // samples
@@ -251,10 +257,39 @@ def masked_product_backward(
                 off_ptr=off, dx_ptr=found[0], **shared
             )
         if need_weight or need_logits:
-            small = {**shared, **WEIGHT_TILE}
+            small = {**shared, **WEIGHT_TILE, **(WEIGHT_OPTIONS_FP64 if x.dtype == torch.float64 else {})}
             grid = (triton.cdiv(outputs, small["BLOCK_O"]) * triton.cdiv(inputs, small["BLOCK_I"]),)
             backward_weight_kernel[grid](
                 x_ptr=x, logits_ptr=logits, off_ptr=off, dweight_ptr=found[1] if need_weight else None,
                 dlogits_ptr=found[2] if need_logits else None, samples=samples, tau=tau, AT_ONE=tau == 1.0, **small,
             )  # fmt: skip
+    return found
+
+
+# ---- What `fastmod compile` builds of this file, and the tests check
+
+
+def specialisations(dtype: Dtype) -> list[Specialisation]:
+    """With few rows and a word a weight, and with many rows in quads."""
+    p = dtype.pointer
+    thresholds_values = {"logits_ptr": p, "off_ptr": "*i32", "BLOCK": THRESHOLDS_BLOCK}
+    found = [Specialisation(thresholds_kernel, thresholds_values, EXACT_OPTIONS)]
+    for rows, inputs in ((5, 33), (64, 64)):
+        quads = inputs % 4 == 0
+        shared = {
+            "weight_ptr": p, "off_ptr": "*i32", "seed_ptr": "*i64" if quads else None,
+            **tile(rows, inputs, dtype.element, dtype.compute),
+        }  # fmt: skip
+        forward = {**shared, "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": p}
+        backward_x = {**shared, "grad_ptr": p, "dx_ptr": p}
+        found.append(Specialisation(forward_kernel, forward, OPTIONS, f"rows{rows}"))
+        found.append(Specialisation(backward_x_kernel, backward_x, OPTIONS, f"rows{rows}"))
+        for at_one in (True, False):
+            values = {
+                **shared, "grad_ptr": p, "x_ptr": p, "logits_ptr": p, "dlogits_ptr": p,
+                "dweight_ptr": p if quads == at_one else None, "AT_ONE": at_one, **WEIGHT_TILE,
+            }  # fmt: skip
+            case = f"rows{rows}-{'one' if at_one else 'any'}"
+            options = WEIGHT_OPTIONS_FP64 if dtype.compute == tl.float64 else OPTIONS
+            found.append(Specialisation(backward_weight_kernel, values, options, case))
     return found

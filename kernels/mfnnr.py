@@ -22,8 +22,10 @@ from fastmod.kernels.gated_residual import gate_rows
 from fastmod.kernels.multiplex import route_rows
 from torch import Tensor
 
+from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.mfnnr import BATCH_TILE, LEAKY_SLOPE, NO_PENALTY, saved_rows
+from fastmod.ops.multiplex import MODES
 
 SLOPE = tl.constexpr(LEAKY_SLOPE)
 #: Hidden layers up to this width stay inside the two fused launches.
@@ -396,3 +398,44 @@ def mfnnr_backward(
         dx = dflat.addmm_(dhidden, route[0]).view(x.shape).to(x.dtype)
     grads = [grad.to(p.dtype) for grad, p in zip([*route_grads, *update_grads], params, strict=need_params)]
     return [dx, dtau, *grads]
+
+
+# ---- What `fastmod compile` builds of this file, and the tests check
+
+
+#: Name -> (M, N, D), hidden widths, mode: models of the studies and of the benchmarks, by dtype.
+_REDUCED = {"D196": ((5, 4, 196), (128,), "gumbel")}
+COMPILED_SIZES = {
+    "fp32": {
+        "hidden100": ((6, 8, 10), (100,), "softmax"),
+        "layers3": ((8, 8, 10), (100, 100, 100), "gumbel"),
+        "hidden128": ((16, 16, 32), (128,), "softmax"),
+    },
+    "bf16": _REDUCED,
+    "fp16": _REDUCED,
+    "fp64": {"hidden100": ((6, 8, 10), (100,), "softmax")},
+}
+
+
+def specialisations(dtype: Dtype) -> list[Specialisation]:
+    p, w = dtype.pointer, dtype.wide_pointer
+    found = []
+    for case, ((m, n, d), hidden, mode) in COMPILED_SIZES[dtype.name].items():
+        by_pointer = mode == "gumbel"
+        layers = len(hidden) + 1
+        shared = {
+            "params": (p,) * (2 * layers), "outs": (w,) * layers, "x_ptr": p, "routed_ptr": w, "partials_ptr": w,
+            "N": n, "D": d, "PENALTY": True, "CT": dtype.compute, **fused_tile(n, d, dtype.compute),
+        }  # fmt: skip
+        route = {
+            **shared, "logits_ptr": p, "M": m, "WIDTHS": (*hidden, m * n), "MODE": MODES[mode],
+            "tau_ptr": "*fp32" if by_pointer else None, "seed_ptr": "*i64" if by_pointer else None,
+        }  # fmt: skip
+        update = {**shared, "out_ptr": p, "gate_ptr": p, "CONTEXT": m * d, "WIDTHS": (*hidden, n * d + n)}
+        found.append(Specialisation(route_kernel, route, OPTIONS, case))
+        found.append(Specialisation(update_kernel, update, OPTIONS, case))
+    if dtype.is_wide:  # the wide MFNNR computes in the compute dtype
+        found.append(Specialisation(leaky_kernel, {"t_ptr": w, "BLOCK": LEAKY_BLOCK}, OPTIONS))
+        backward = {"grad_ptr": w, "hidden_ptr": w, "BLOCK": LEAKY_BLOCK}
+        found.append(Specialisation(leaky_backward_kernel, backward, OPTIONS))
+    return found

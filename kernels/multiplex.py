@@ -24,7 +24,9 @@ from fastmod.kernels._common import (
 )
 from torch import Tensor
 
+from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype
+from fastmod.ops.multiplex import MODES
 
 
 @triton.jit
@@ -276,3 +278,36 @@ def multiplex_backward(
 def flat(tensor: Tensor) -> Tensor:
     """``[..., K, D]`` -> contiguous ``[B, K, D]``."""
     return tensor.contiguous().view(tensor.shape[:-2].numel(), *tensor.shape[-2:])
+
+
+# ---- What `fastmod compile` builds of this file, and the tests check
+
+
+def specialisations(dtype: Dtype) -> list[Specialisation]:
+    """Softmax alone; with the largest D Gumbel inside an MFNNR, which copies the logits and adds the penalty."""
+    p, w = dtype.pointer, dtype.wide_pointer
+    found = []
+    for d in (10, 32, 1000):
+        inside = d == 1000
+        routing = {
+            "tau_ptr": "*fp32" if inside else None, "seed_ptr": "*i64" if inside else None,
+            "MODE": MODES["gumbel" if inside else "softmax"],
+        }  # fmt: skip
+        shared = {**row_tile(d, dtype.compute), "CT": dtype.compute, **routing}
+        forward = {
+            "blocks_ptr": p, "logits_ptr": p, "out_ptr": p, "copy_ptr": p if inside else None,
+            "partials_ptr": w if inside else None, "PENALTY": inside, **shared,
+        }  # fmt: skip
+        backward = {
+            "grad_ptr": p, "blocks_ptr": p, "logits_ptr": p, "dlogits_ptr": p, "weights_ptr": w,
+            "dtau_ptr": w if inside else None, "grad_penalty_ptr": w if inside else None, **shared,
+        }  # fmt: skip
+        found.append(Specialisation(forward_kernel, forward, OPTIONS, f"D{d}"))
+        found.append(Specialisation(backward_logits_kernel, backward, OPTIONS, f"D{d}"))
+    for d in (10, 196):
+        blocks = {
+            "weights_ptr": w, "grad_ptr": p, "add_ptr": w if d == 196 else None, "dblocks_ptr": p,
+            **row_tile(d, dtype.compute), "CT": dtype.compute,
+        }  # fmt: skip
+        found.append(Specialisation(backward_blocks_kernel, blocks, OPTIONS, f"D{d}"))
+    return found

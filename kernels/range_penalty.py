@@ -10,6 +10,7 @@ import triton.language as tl
 from fastmod.kernels._common import OPTIONS, compute_type, excess, guard
 from torch import Tensor
 
+from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype
 
 BLOCK = 1024
@@ -67,3 +68,15 @@ def range_penalty_backward(grad: Tensor, logits: Sequence[Tensor], threshold: fl
                 CT=compute_type(t), **OPTIONS,
             )  # fmt: skip
     return grads
+
+
+# ---- What `fastmod compile` builds of this file, and the tests check
+
+
+def specialisations(dtype: Dtype) -> list[Specialisation]:
+    p, w = dtype.pointer, dtype.wide_pointer
+    flat = {"BLOCK": BLOCK, "CT": dtype.compute}
+    return [
+        Specialisation(forward_kernel, {"t_ptr": p, "partials_ptr": w, **flat}, OPTIONS),
+        Specialisation(backward_kernel, {"grad_ptr": w, "t_ptr": p, "out_ptr": p, **flat}, OPTIONS),
+    ]

@@ -23,6 +23,7 @@ from fastmod.kernels._common import (
 )
 from torch import Tensor
 
+from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops.sample_mask import WORDS
 
 ALL_WORDS = tl.constexpr(WORDS)
@@ -179,3 +180,26 @@ def sample_mask_backward(
             samples=samples, tau=tau, P=weights, AT_ONE=tau == 1.0, **seed_args(seed), **constants, **OPTIONS,
         )  # fmt: skip
     return out
+
+
+# ---- What `fastmod compile` builds of this file, and the tests check
+
+
+def specialisations(dtype: Dtype) -> list[Specialisation]:
+    """One Philox call serves one weight or, in quads, four."""
+    p = dtype.pointer
+    found = []
+    for weights in (1000, 1001):
+        quads = weights % 4 == 0
+        name = "quads" if quads else "words"
+        shared = {"logits_ptr": p, "seed_ptr": "*i64" if quads else None, **tile(weights, dtype.compute)}
+        forward = {**shared, "weight_ptr": p if quads else None, "out_ptr": p}
+        found.append(Specialisation(forward_kernel, forward, EXACT_OPTIONS, name))
+        for at_one in (True, False):
+            optional = p if quads == at_one else None
+            backward = {
+                **shared, "grad_ptr": p, "weight_ptr": optional, "base_ptr": optional, "dlogits_ptr": p,
+                "AT_ONE": at_one,
+            }  # fmt: skip
+            found.append(Specialisation(backward_kernel, backward, OPTIONS, f"{name}-{'one' if at_one else 'any'}"))
+    return found

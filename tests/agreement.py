@@ -94,3 +94,11 @@ def isas() -> list[str]:
     assert module is not None, "the tests need the extension: `make test` builds it"
     names = ["baseline", "avx2", "avx512"]
     return names[: names.index(module.best_cpu_isa()) + 1]
+
+
+def opchecked(name: str, *arguments: object, same_twice: bool = True) -> None:
+    """A kernel's schema and fake. ``same_twice=False``: its results have gaps, in which two calls differ."""
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(
+        getattr(torch.ops.fastmod, name).default, arguments, test_utils=tests if same_twice else tests[:3]
+    )

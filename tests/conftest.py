@@ -40,3 +40,38 @@ def filled_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+#: Slow tests of ops, Triton and CUDA; all others have the mark where they are written.
+SLOW = {
+    "test_cuda_compile.py::test_compiles_without_spills",
+    "test_cuda_host.py::test_thread_sanitizer",
+    "test_gated_residual.py::test_compile_fullgraph_and_autocast",
+    "test_masked_conv2d.py::test_compile_fullgraph",
+    "test_masked_conv2d.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "test_masked_linear.py::test_compile_fullgraph",
+    "test_masked_linear.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "test_masked_linear.py::test_needs_of_what_is_not_there",
+    "test_masked_linear.py::test_no_outputs",
+    "test_masked_linear.py::test_peak_memory",
+    "test_mfnnr.py::test_any_shape_and_layout",
+    "test_mfnnr.py::test_compile_fullgraph_dynamic",
+    "test_sample_mask.py::test_compile_fullgraph",
+    "test_sample_mask.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "test_smfr.py::test_opcheck",
+    "test_triton_compile.py::test_fused",
+    "test_triton_compile.py::test_pointwise",
+    "test_triton_compile.py::test_pointwise_fp64",
+    "test_triton_gated_residual.py::test_in_the_interpreter",
+    "test_triton_masked_linear.py::test_in_the_interpreter",
+    "test_triton_masks.py::test_in_the_interpreter",
+    "test_triton_mfnnr.py::test_in_the_interpreter",
+    "test_triton_multiplex.py::test_in_the_interpreter",
+    "test_triton_range_penalty.py::test_in_the_interpreter",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.partition("[")[0].removeprefix("tests/") in SLOW:
+            item.add_marker(pytest.mark.slow)

@@ -81,6 +81,75 @@ def test_message(case: str) -> None:
         call()
 
 
+ROUTE2 = [torch.zeros(7, 8), torch.zeros(7), torch.zeros(4, 7), torch.zeros(4)]
+UPDATE2 = [torch.zeros(7, 16), torch.zeros(7), torch.zeros(10, 7), torch.zeros(10)]
+ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
+
+
+class Unknown:
+    def __repr__(self) -> str:
+        return "Unknown()"
+
+
+def smfr(**changed: object) -> object:
+    layers = [(ROUTE, UPDATE), (ROUTE2, UPDATE2)]
+    return ops.smfr(**{"x": X, "layers": layers, "mode": "gumbel", "taus": [ONE, ONE], "seeds": [1, 2], **changed})
+
+
+def mfnnr(**changed: object) -> object:
+    return ops.mfnnr(**{"x": X, "route": ROUTE, "update": UPDATE, "mode": "gumbel", "seed": 1, **changed})
+
+
+# What no argument can be; a tensor is right for x, None and numbers for some, so these stand apart below.
+WRONG_ANYWHERE = ["a", b"a", Unknown(), {1: 2}, {1}, len, [None], ["a", "a"], (1, 2, 3), torch.nn.Identity()]
+NUMBERS = [0.5, -1, True, float("nan"), 2**70]
+TENSORS = [X.long(), X.bool(), X.to(torch.complex64), X.to_sparse(), torch.zeros(2), torch.zeros(3, 0, 4)]
+FNN = [None, *NUMBERS, *TENSORS, [], ROUTE[:3], ROUTE2[:2], UPDATE2, *[replaced(ROUTE, i, X) for i in range(4)]]
+FNN += [replaced(ROUTE, 2, wrong) for wrong in (None, 1.0, ROUTE[2].double(), ROUTE[2].to("meta"), ROUTE[2][:5])]
+FLAGS = [None, 0, 1, 0.5, ONE]
+MODE = [None, *NUMBERS, ONE, "hard", ["softmax"]]
+THRESHOLD = [-1, True, float("nan"), float("inf"), ONE, [1.0]]
+SEED = [0.5, True, 2**70, ONE, torch.tensor([1]), torch.tensor(True), [1], torch.tensor(1, device="meta")]
+TAU = [None, -1, 0, True, float("nan"), ZERO, -ONE, torch.ones(2), torch.tensor(1), ONE.to("meta"), [1.0]]
+LAYERS = [
+    *[None, X, 3, [], [ROUTE, UPDATE], [(ROUTE, UPDATE), (ROUTE2,)], [(ROUTE, UPDATE), None]],
+    *[[(ROUTE, UPDATE), (ROUTE2, UPDATE2, UPDATE2)], [(ROUTE, UPDATE), (ROUTE2, None)], [(ROUTE, UPDATE), (X, X)]],
+    *[[(ROUTE, UPDATE), (ROUTE, UPDATE)], [(ROUTE, UPDATE), (ROUTE2[2:], UPDATE2)], [(ROUTE, UPDATE), ("ab", "cd")]],
+    *[[(fnn, UPDATE), (ROUTE2, UPDATE2)] for fnn in FNN],
+    *[[(ROUTE, UPDATE), (ROUTE2, fnn)] for fnn in FNN if fnn is not UPDATE2],
+]
+LISTS = [0.5, True, ONE, torch.ones(2), [], [1], [1, 2, 3]]
+BAD_ARGUMENTS = {
+    (smfr, "x"): [None, *NUMBERS, *TENSORS, [X], X.double()],
+    (smfr, "layers"): LAYERS,
+    (smfr, "context"): FLAGS,
+    (smfr, "mode"): MODE,
+    (smfr, "threshold"): THRESHOLD,
+    (smfr, "taus"): [*LISTS, *[[ONE, tau] for tau in [0.5, *TAU]]],
+    (smfr, "seeds"): [*LISTS, *[[1, seed] for seed in [*SEED, "1"]]],
+    (mfnnr, "x"): [None, *NUMBERS, *TENSORS, [X], X.double()],
+    (mfnnr, "route"): FNN,
+    (mfnnr, "update"): [fnn for fnn in FNN if fnn is not UPDATE2],
+    (mfnnr, "context"): FLAGS,
+    (mfnnr, "mode"): MODE,
+    (mfnnr, "threshold"): THRESHOLD,
+    (mfnnr, "tau"): TAU,
+    (mfnnr, "seed"): SEED,
+}
+
+
+@pytest.mark.parametrize(("op", "name"), BAD_ARGUMENTS, ids=lambda v: getattr(v, "__name__", v))
+def test_every_bad_argument_is_named(op, name: str) -> None:
+    op()
+    for value in [*BAD_ARGUMENTS[op, name], *WRONG_ANYWHERE]:
+        with pytest.raises(ERRORS) as caught:
+            op(**{name: value})
+        message = str(caught.value)
+        # x of another size or kind shows in what must fit it.
+        fits = ("x", "route", "update", "layers") if name == "x" else (name,)
+        assert message.startswith(fits) and "expected" in message, f"{name}={value!r}: {message}"
+
+
 def test_triton_on_cpu_tensors_without_the_interpreter() -> None:
     with fastmod.use_backend("triton"), pytest.raises(RuntimeError, match=r"backend.*triton.*multiplex"):
         ops.multiplex(X, W)
@@ -102,13 +171,13 @@ def test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error(seed: int) -> N
     raw = torch.ops.fastmod
     routing = lambda: (t(), choose.choice([1.0, 0.0, -1.0]), t(), choose.choice([0, 1, 2, 7, -1]))  # noqa: E731
     calls = [
-        lambda: raw.multiplex(t(), t(), *routing()),
+        lambda: raw.multiplex_forward(t(), t(), *routing()),
         lambda: raw.multiplex_backward(t(), t(), t(), *routing()),
-        lambda: raw.gated_residual(t(), t(), t()),
+        lambda: raw.gated_residual_forward(t(), t(), t()),
         lambda: raw.gated_residual_backward(t(), t(), t(), t()),
-        lambda: raw.range_penalty(many(), choose.choice([20.0, -1.0])),
+        lambda: raw.range_penalty_forward(many(), choose.choice([20.0, -1.0])),
         lambda: raw.range_penalty_backward(t(), many(), 20.0),
-        lambda: raw.mfnnr(t(), many(), many(), *routing(), choose.random() < 0.5, 20.0),
+        lambda: raw.mfnnr_forward(t(), many(), many(), *routing(), choose.random() < 0.5, 20.0, True),
         lambda: raw.mfnnr_backward(
             t(), t(), t(), many(), many(), *routing(), True, 20.0, t(), choose.random() < 0.5, choose.random() < 0.5
         ),
@@ -124,13 +193,15 @@ def test_fuzzed_near_misses_of_mfnnr() -> None:
     """One argument of a right call made wrong: always an error, never a result."""
     raw = torch.ops.fastmod
     good = [X, ROUTE, UPDATE, None, 1.0, None, 0, True, 20.0]
-    raw.mfnnr(*good)
+    raw.mfnnr_forward(*good, True)
     for which in (1, 2):
         for index in range(4):
             original = good[which][index]
             for wrong in (original[:-1], original.double(), original.unsqueeze(0), original.new_zeros(0)):
                 with pytest.raises(ERRORS):
-                    raw.mfnnr(*[replaced(a, index, wrong) if i == which else a for i, a in enumerate(good)])
+                    raw.mfnnr_forward(
+                        *[replaced(a, index, wrong) if i == which else a for i, a in enumerate(good)], True
+                    )
     saved = raw.mfnnr_forward(*good, True)[4]
     grad = torch.zeros(2, 2, 4)
     raw.mfnnr_backward(grad, None, *good, saved, True, True)

@@ -165,7 +165,7 @@ def test_bound_sample_mask_refuses(bindings: Any) -> None:
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("tau", [1.0, 0.5])
 @pytest.mark.parametrize("sizes", [(6, 5, 7), (8, 9, 12)], ids=str)  # rows, out, in
-def test_bound_masked_product(bindings: Any, sizes: tuple[int, int, int], tau: float, dtype: torch.dtype) -> None:
+def test_bound_masked_linear(bindings: Any, sizes: tuple[int, int, int], tau: float, dtype: torch.dtype) -> None:
     (rows, outputs, inputs), samples, seed = sizes, 2, torch.tensor(SEED)
     x = permuted(random(rows, 3, inputs, dtype=dtype))
     weight, logits = (permuted(random(outputs, inputs, dtype=dtype, seed=seed)) for seed in (1, 2))
@@ -176,42 +176,42 @@ def test_bound_masked_product(bindings: Any, sizes: tuple[int, int, int], tau: f
         return masked_linear_reference(*leaves, biases[0].to(leaves[0].dtype), None, seed, samples, tau)
 
     exact, usual = (gradients(plain, [x, weight, logits, grad], kind) for kind in (F64, dtype))
-    out = bindings.masked_product_forward(x, weight, logits, biases, seed, samples)
+    out = bindings.masked_linear_forward(x, weight, logits, biases, seed, samples, 0)
     arguments = (grad, x, weight, logits, seed, samples, tau)
-    got = [out, *bindings.masked_product_backward(*arguments, [True] * 3)]
+    got = [out, *bindings.masked_linear_backward(*arguments, [True] * 3, 0)]
     for name, *values in zip(["out", "grad_x", "grad_weight", "grad_logits"], got, exact, usual, strict=True):
         assert values[0].is_contiguous()
         assert values[0].dtype == dtype
         assert_close(name, *values)
     for needs in itertools.product([False, True], repeat=3):
         for needed, some, all_of_it in zip(
-            needs, bindings.masked_product_backward(*arguments, needs), got[1:], strict=True
+            needs, bindings.masked_linear_backward(*arguments, needs, 0), got[1:], strict=True
         ):
             assert torch.equal(some, all_of_it) if needed else some.numel() == 0
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (4, 0, 7), (4, 5, 0)], ids=str)
-def test_bound_masked_product_of_nothing(bindings: Any, shape: tuple[int, int, int]) -> None:
+def test_bound_masked_linear_of_nothing(bindings: Any, shape: tuple[int, int, int]) -> None:
     rows, outputs, inputs = shape
     x, weight, biases, seed = random(rows, inputs), random(outputs, inputs), random(2, outputs), torch.tensor(SEED)
-    out = bindings.masked_product_forward(x, weight, weight, biases, seed, 2)
+    out = bindings.masked_linear_forward(x, weight, weight, biases, seed, 2, 0)
     assert torch.equal(out, biases.repeat_interleave(rows // 2, 0))
-    found = bindings.masked_product_backward(out, x, weight, weight, seed, 2, 1.0, [True] * 3)
+    found = bindings.masked_linear_backward(out, x, weight, weight, seed, 2, 1.0, [True] * 3, 0)
     assert all(torch.equal(got, torch.zeros_like(like)) for got, like in zip(found, (x, weight, weight), strict=True))
 
 
-def test_bound_masked_product_refuses(bindings: Any) -> None:
+def test_bound_masked_linear_refuses(bindings: Any) -> None:
     x, weight, seed = random(4, 3), random(5, 3), torch.tensor(SEED)
     with pytest.raises(ValueError, match=r"biases: expected \[2, 5\]"):
-        bindings.masked_product_forward(x, weight, weight, random(5), seed, 2)
+        bindings.masked_linear_forward(x, weight, weight, random(5), seed, 2, 0)
     with pytest.raises(ValueError, match="multiple of 3 samples"):
-        bindings.masked_product_forward(x, weight, weight, None, seed, 3)
+        bindings.masked_linear_forward(x, weight, weight, None, seed, 3, 0)
     with pytest.raises(ValueError, match="x: expected at most 64 rows a sample, got 65"):
-        bindings.masked_product_forward(random(65, 3), weight, weight, None, seed, 1)
+        bindings.masked_linear_forward(random(65, 3), weight, weight, None, seed, 1, 0)
     with pytest.raises(ValueError, match="grad: expected"):
-        bindings.masked_product_backward(random(4, 4), x, weight, weight, seed, 2, 1.0, [True] * 3)
+        bindings.masked_linear_backward(random(4, 4), x, weight, weight, seed, 2, 1.0, [True] * 3, 0)
     with pytest.raises(ValueError, match="tau: expected a number > 0"):
-        bindings.masked_product_backward(random(4, 5), x, weight, weight, seed, 2, 0.0, [True] * 3)
+        bindings.masked_linear_backward(random(4, 5), x, weight, weight, seed, 2, 0.0, [True] * 3, 0)
 
 
 BOUND_MFNNR = [

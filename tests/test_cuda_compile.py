@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-CUDA = Path(__file__).parent.parent / "csrc" / "cuda"
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+from fastmod.gpu import cuda_part, discover, resources, tools
+from fastmod.gpu.targets import TARGETS, USUAL, torch_list
+
+FILES = discover.cuda_files()
+NVIDIA = [name for name, target in TARGETS.items() if target.nvidia]
 
 
-def find_nvcc() -> str:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc on PATH")
-    return nvcc
+@pytest.fixture(autouse=True)
+def nvcc() -> str:
+    try:
+        tools.cuobjdump()
+        return tools.nvcc()
+    except tools.MissingToolError as error:
+        pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(CUDA.glob("*.cu"))])
-def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
-    nvcc = find_nvcc()
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
-    source, target = CUDA / f"{name}.cu", tmp_path / f"{name}.o"
-    command = [nvcc, "-std=c++17", "-O3", "-Xptxas", "-v", *targets, "-c", str(source), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "warning" not in done.stderr, done.stderr
-    seen = set(re.findall(r"Compiling entry function '\w+' for 'sm_(\d+)'", done.stderr))
-    assert seen == {str(arch) for arch in ARCHITECTURES}
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-    assert set(spills) == {("0", "0")}, done.stderr
-    shared = [int(size) for size in re.findall(r"(\d+) bytes smem", done.stderr)]
-    assert all(size <= 48 * 1024 for size in shared), shared
+def kernels_in(path: Path) -> set[str]:
+    return set(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", path.read_text()))
+
+
+def test_every_file_is_found() -> None:
+    assert len(FILES) >= 6
+    assert all(len(kernels_in(path)) >= 1 for path in FILES.values())
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("name", FILES)
+def test_compiles_without_spills(name: str, target: str, tmp_path: Path) -> None:
+    found, log = cuda_part.compiled(FILES[name], TARGETS[target], tmp_path / "kernels.cubin")
+    assert "warning" not in log, log
+    assert {cuda_part.readable(symbol)[0] for symbol in found} == kernels_in(FILES[name])
+    assert set(re.findall(r"Compiling entry function '\w+' for '(\w+)'", log)) == {target}
+    for symbol, needs in found.items():
+        assert needs.spills == 0, (symbol, needs)
+        assert 0 < needs.registers <= 255, (symbol, needs)
+        assert needs.shared <= 48 * 1024, (symbol, needs)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +53,11 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
         ("masked_linear", "thresholds_kernel", 4),
     ],
 )
-def test_masks_are_drawn_unfused(file: str, kernel: str, count: int, tmp_path: Path) -> None:
+def test_masks_are_drawn_unfused(file: str, kernel: str, count: int, nvcc: str, tmp_path: Path) -> None:
     """Masks agree with other backends only if every product is rounded: an operator in place of an intrinsic would be
     fused, and change so few masks that no other test need see it."""
     target = tmp_path / f"{file}.ptx"
-    command = [find_nvcc(), "-std=c++17", "-O3", "-arch=sm_90", "-ptx", str(CUDA / f"{file}.cu"), "-o", str(target)]
+    command = [nvcc, *cuda_part.FLAGS, "-arch=sm_90", "-ptx", str(FILES[file]), "-o", str(target)]
     subprocess.run(command, check=True)
     kernels = {
         name: body
@@ -60,3 +69,76 @@ def test_masks_are_drawn_unfused(file: str, kernel: str, count: int, tmp_path: P
         assert "mul.rn.f32" in body and "div.rn.f32" in body, name
         # ptxas could still fuse a sum without a rounding mode; the product mask * weight meets no sum
         assert not re.search(r"\bfma\.|\b(add|sub)\.(ftz\.)?f32", body), name
+
+
+SPILLING = """
+#include "size.h"
+__global__ void __launch_bounds__(1024, 2) hungry_kernel(const float* from, float* to) {
+  float value[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) value[i] = from[threadIdx.x + 1024 * i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) to[threadIdx.x + 1024 * i] = value[i] * value[(i * 7) % kSize];
+}
+"""
+
+
+def test_a_spill_is_seen_and_a_header_counts(tmp_path: Path) -> None:
+    source, target = tmp_path / "hungry.cu", TARGETS["sm_90"]
+    source.write_text(SPILLING)
+    (tmp_path / "size.h").write_text("constexpr int kSize = 96;\n")
+    (needs,) = cuda_part.compiled(source, target, tmp_path / "hungry.cubin")[0].values()
+    assert needs.spills > 0
+    before = cuda_part.key(source, target)
+    assert before == cuda_part.key(source, target) != cuda_part.key(source, TARGETS["sm_120"])
+    (tmp_path / "size.h").write_text("constexpr int kSize = 95;\n")
+    assert cuda_part.key(source, target) != before
+
+
+TENSOR_CORE = """
+#include <mma.h>
+__global__ void product_kernel(const __half* a, const __half* b, float* c) {
+  using namespace nvcuda::wmma;
+  fragment<matrix_a, 16, 16, 16, __half, row_major> left;
+  fragment<matrix_b, 16, 16, 16, __half, row_major> right;
+  fragment<accumulator, 16, 16, 16, float> sum;
+  fill_fragment(sum, 0.0f);
+  load_matrix_sync(left, a, 16);
+  load_matrix_sync(right, b, 16);
+  mma_sync(sum, left, right, sum);
+  store_matrix_sync(c, sum, 16, mem_row_major);
+}
+"""
+
+
+def test_tensor_core_instructions_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "product.cu").write_text(TENSOR_CORE)
+    found, _ = cuda_part.compiled(tmp_path / "product.cu", TARGETS["sm_80"], tmp_path / "product.cubin")
+    assert [needs.tensor_core for needs in found.values()] == [2]  # m16n8k16, twice
+    assert list(found) == list(resources.tensor_core_of(tmp_path / "product.cubin"))
+
+
+@pytest.mark.parametrize(
+    ("symbol", "expected"),
+    [
+        ("_ZN7fastmod4cuda46_GLOBAL__N__abab8c22_8_mfnnr_cu_9dcce545_2148212route_kernelIfEEvPKT_", ["float"]),
+        ("_ZN1a12route_kernelI13__nv_bfloat16Li4EEEvPKT_", ["__nv_bfloat16", 4]),
+        ("_ZN1a12route_kernelI6__halfLb1EdEEvPKT_", ["__half", 1, "double"]),
+        ("_ZN1a12route_kernelEPf", []),
+        ("_Z12route_kernelPf", []),
+    ],
+)
+def test_names_are_readable(symbol: str, expected: list[object]) -> None:
+    assert cuda_part.readable(symbol) == ("route_kernel", expected)
+
+
+def test_an_error_is_told(tmp_path: Path) -> None:
+    (tmp_path / "bad.cu").write_text("__global__ void bad_kernel() { nonsense; }\n")
+    with pytest.raises(RuntimeError, match='identifier "nonsense" is undefined'):
+        cuda_part.compiled(tmp_path / "bad.cu", TARGETS["sm_90"], tmp_path / "bad.cubin")
+
+
+def test_names_for_torch() -> None:
+    assert torch_list(USUAL) == "8.0 9.0 12.0"
+    assert torch_list(["sm_75", "sm_100"]) == "7.5 10.0"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out
+from tests.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[torch.Tensor]:
@@ -63,10 +63,9 @@ def test_gradcheck() -> None:
 
 def test_opcheck() -> None:
     x, new, gate = draw(3, 4, 5)
-    torch.library.opcheck(
-        torch.ops.fastmod.gated_residual.default,
-        (laid_out(x, "permuted").requires_grad_(), new.requires_grad_(), laid_out(gate, "permuted")),
-    )
+    arguments = laid_out(x, "permuted"), new, laid_out(gate, "permuted")
+    opchecked("gated_residual_forward", *arguments)
+    opchecked("gated_residual_backward", laid_out(new, "permuted"), *arguments)
 
 
 def test_compile_fullgraph_and_autocast() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out
-from tests.masks import (
+from tests.agreement import LAYOUTS, assert_agrees, isas, laid_out, opchecked
+from tests.helpers.mask_cases import (
     SEEDS,
     TAUS,
     assert_message,
@@ -32,7 +34,7 @@ from tests.masks import (
 from tests.test_sample_mask import by_reference, module
 
 # samples, rows of each, in, out. The kernel takes 24 rows and 512 columns of the weight and 64 rows of x at a time; one
-# has more of these pieces than partial sums of the gradient of x. More than 256 rows go sample by sample.
+# has more of these pieces than partial sums of the gradient of x. Here more than 256 rows go sample by sample.
 SHAPES = [
     (1, 1, 1, 1),
     (3, 1, 7, 5),
@@ -45,6 +47,16 @@ SHAPES = [
     (2, 257, 20, 26),
 ]
 NAMES = ("x", "weight", "logits", "bias", "bias_logits")
+MASKED_LINEAR = import_module("fastmod.ops.masked_linear")
+ROW_LIMIT = MASKED_LINEAR.row_limit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_row_limit() -> Iterator[None]:
+    """The same for all weights, so that small ones go both ways."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MASKED_LINEAR, "row_limit", lambda weight, triton: 256)
+        yield
 
 
 def draw(
@@ -184,8 +196,8 @@ def test_gradients_only_where_they_are_required() -> None:
             assert (tensor.grad is None) != want
             assert not want or torch.equal(tensor.grad, other.grad)
         # The kernel itself computes nothing that nobody asked for.
-        found = torch.ops.fastmod.masked_linear_backward(grad, *values, torch.tensor(11), 3, 1.0, list(wanted))
-        assert [t.numel() for t in found] == [t.numel() if w else 0 for t, w in zip(values, wanted, strict=True)]
+        found = torch.ops.fastmod.masked_linear_backward(grad, *values[:3], torch.tensor(11), 3, 1.0, wanted[:3])
+        assert [t.numel() for t in found] == [t.numel() if w else 0 for t, w in zip(values, wanted[:3], strict=False)]
 
 
 def test_gradients_without_masks_of_the_bias() -> None:
@@ -287,12 +299,13 @@ def test_seed_rules() -> None:
 
 
 def test_opcheck() -> None:
-    x, weight, logits, bias, bias_logits = (t.requires_grad_() for t in draw(3, 2, 4, 5))
-    permuted = [laid_out(t.detach(), "permuted").requires_grad_() for t in (x, weight, logits)]
-    op, key = torch.ops.fastmod.masked_linear.default, torch.tensor(3)
-    torch.library.opcheck(op, (*permuted, bias, bias_logits, key, 3, 0.5))
-    torch.library.opcheck(op, (x.detach(), weight.detach(), logits, bias.detach(), None, key, 3, 1.0))
-    torch.library.opcheck(op, (torch.randn(3, 2, 4), weight, logits, None, None, key, 3, 1.0))
+    x, weight, logits, bias, bias_logits = draw(3, 2, 4, 5)
+    permuted, key = [laid_out(t, "permuted") for t in (x, weight, logits)], torch.tensor(3)
+    opchecked("masked_linear_forward", *permuted, torch.randn(3, 5), key, 3)
+    opchecked("masked_linear_forward", torch.randn(3, 2, 4), weight, logits, None, key, 3)
+    grad = laid_out(torch.randn(6, 5), "permuted")
+    for needs in ([True, True, True], [False, True, False]):
+        opchecked("masked_linear_backward", grad, *permuted, key, 3, 0.5, needs)
 
 
 def test_two_backwards_and_untouched_inputs() -> None:
@@ -305,14 +318,6 @@ def test_two_backwards_and_untouched_inputs() -> None:
     second = torch.autograd.grad(out, inputs, grad)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert torch.equal(grad, kept) and all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
-
-
-def test_double_backward_says_that_it_is_not_there() -> None:
-    inputs = [t.requires_grad_() for t in draw(3, 4, 7, 5)]
-    for leaf in inputs:
-        grad = torch.autograd.grad(layer(3)(*inputs).sum(), leaf, create_graph=True)[0]
-        with pytest.raises(RuntimeError, match="not implemented"):
-            grad.sum().backward()
 
 
 def test_fifty_equal_repeats() -> None:
@@ -413,25 +418,20 @@ def fuzz(seed: int) -> None:
         tensors = (t((6, 4), (6, 4), (0, 4), (6, 0)), t(*matrix), t(*matrix), t(*vector), t(*vector))
         return (*tensors, random_seed(choose), samples), t((6, out), (6, out), (6, 5), (0, 5))
 
-    def backward():
-        inputs, grad = arguments()
-        raw.masked_linear_backward(grad, *inputs, random_tau(choose), random_needs(choose))
-
     def product():
         (x, weight, logits, *_, seed, samples), grad = arguments()
-        raw.masked_product_forward(
+        raw.masked_linear_forward(
             x, weight, logits, t((max(samples, 0), 5), (max(samples, 0), 1), (2, 5)), seed, samples
         )
-        raw.masked_product_backward(
-            grad, x, weight, logits, seed, samples, random_tau(choose), random_needs(choose)[:3]
-        )
+        raw.masked_linear_backward(grad, x, weight, logits, seed, samples, random_tau(choose), random_needs(choose)[:3])
 
-    calls = [
-        lambda: raw.masked_linear(*arguments()[0], random_tau(choose)),
-        lambda: raw.masked_linear_forward(*arguments()[0]),
-        backward,
-        product,
-    ]
+    def whole():
+        (*tensors, seed, samples), grad = arguments()
+        leaves = [None if t is None or not t.is_floating_point() else t.requires_grad_() for t in tensors]
+        wrapped = MASKED_LINEAR._run
+        wrapped(*leaves, seed, samples, random_tau(choose), choose.choice([0] * 8 + [1, -1]), False).backward(grad)
+
+    calls = [whole, product]
     fuzzed(choose, calls)
 
 
@@ -440,39 +440,122 @@ def test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error(seed: int) -> N
     in_a_process(f"from tests.test_masked_linear import fuzz; fuzz({seed})")
 
 
-def needs_of_what_is_not_there() -> None:
-    """A gradient asked for a bias or its logits where there are none: an error that says so, or nothing."""
-    for tensors in ((None, None), (B, None)):
-        grad, key = torch.zeros(6, 5), torch.tensor(1)
-        try:
-            found = torch.ops.fastmod.masked_linear_backward(grad, X, W, L, *tensors, key, 2, 1.0, [True] * 5)
-        except ValueError:
-            continue
-        assert found[4].numel() == 0
-
-
-def test_needs_of_what_is_not_there() -> None:
-    in_a_process("from tests.test_masked_linear import needs_of_what_is_not_there as run; run()")
-
-
 def test_near_misses_of_the_raw_ops() -> None:
     """One argument of a right call made wrong: always an error, never a result."""
-    raw = torch.ops.fastmod
-    forward = [X, W, L, B, B, torch.tensor(1), 2]
-    grad, tail = torch.zeros(6, 5), (1.0, [True] * 5)
+    raw, key = torch.ops.fastmod, torch.tensor(1)
+    forward, grad, tail = [X, W, L, torch.zeros(2, 5), key, 2], torch.zeros(6, 5), (1.0, [True] * 3)
     raw.masked_linear_forward(*forward)
-    raw.masked_linear_backward(grad, *forward, *tail)
-    wrong = {i: [t[:-1], t.double(), t.unsqueeze(0), t.new_zeros(0)] for i, t in enumerate(forward[:5])}
-    wrong |= {0: [X[:5], X.double(), X[:, :3], X[0]], 5: [torch.tensor(1.0), torch.tensor([1])], 6: [0, -1, 4]}
+    raw.masked_linear_backward(grad, X, W, L, key, 2, *tail)
+    wrong = {i: [t[:-1], t.double(), t.unsqueeze(0), t.new_zeros(0)] for i, t in enumerate(forward[:4])}
+    wrong |= {0: [X[:5], X.double(), X[:, :3], X[0]], 4: [torch.tensor(1.0), torch.tensor([1])], 5: [0, -1, 4]}
     for index, values in wrong.items():
         for value in values:
             changed = [*forward[:index], value, *forward[index + 1 :]]
             with pytest.raises((ValueError, TypeError, RuntimeError)):
                 raw.masked_linear_forward(*changed)
-            with pytest.raises((ValueError, TypeError, RuntimeError)):
-                raw.masked_linear_backward(grad, *changed, *tail)
+            if index != 3:
+                with pytest.raises((ValueError, TypeError, RuntimeError)):
+                    raw.masked_linear_backward(grad, *changed[:3], *changed[4:], *tail)
     for value in (grad[:5], grad[:, :4], grad.double(), grad.view(6, 1, 5), grad.view(5, 6)):
         with pytest.raises((ValueError, TypeError, RuntimeError)):
-            raw.masked_linear_backward(value, *forward, *tail)
+            raw.masked_linear_backward(value, X, W, L, key, 2, *tail)
     with pytest.raises(RuntimeError, match="meta"):
-        raw.masked_linear(X, W, L.to("meta"), None, None, torch.tensor(1), 2, 1.0)
+        raw.masked_linear_forward(X, W, L.to("meta"), None, key, 2)
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bias_gradients_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
+    """Rounded per sample, their sum over many samples would be off by several units in the last place."""
+    samples, out = 64, 40
+    inputs = [torch.randn(samples * rows, 3), torch.randn(out, 3), torch.randn(out, 3), torch.randn(out)]
+    x, weight, logits, bias = (t.to(dtype) for t in inputs)
+    bias_logits, grad = torch.randn(out).to(dtype), torch.randn(samples * rows, out).to(dtype)
+
+    def grads(backend: str, wide: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(wide).requires_grad_() for t in (bias, bias_logits)]
+        with fastmod.use_backend(backend):
+            found = fastmod.ops.masked_linear(
+                x.to(wide), weight.to(wide), logits.to(wide), samples, bias=leaves[0], bias_logits=leaves[1], seed=1
+            )
+        return list(torch.autograd.grad(found, leaves, grad.to(wide)))
+
+    for ours, exact in zip(grads("native", dtype), grads("reference", torch.float64), strict=True):
+        rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+        assert ((ours.double() - exact).abs() <= 1.01 * rounding + 1e-5 * exact.abs().max()).all()
+
+
+# ------------------------------------------------------------------------------------------------ both ways, and a part
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_ways_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, grad = draw(3, 5, 33, 26, dtype), torch.randn(15, 26).to(dtype)
+    found = []
+    for limit in (5, 4):  # at once, by samples
+        monkeypatch.setattr(MASKED_LINEAR, "row_limit", lambda weight, triton, limit=limit: limit)
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = layer(3, tau=0.5)(*leaves)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    torch.testing.assert_close(*found)
+    # Ones through the layer count the masks: these agree bit for bit.
+    ones = [torch.eye(33).repeat(3, 1), torch.ones(26, 33), inputs[2].float()]
+    counts = []
+    for limit in (33, 32):
+        monkeypatch.setattr(MASKED_LINEAR, "row_limit", lambda weight, triton, limit=limit: limit)
+        counts.append(ops.masked_linear(*ones, 3, seed=4))
+    masks = ops.sample_mask(ones[2], 3, seed=4).transpose(1, 2).reshape(99, 26)
+    assert torch.equal(counts[0], masks) and torch.equal(counts[1], masks)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_part_of_the_samples(first: int, backend: str) -> None:
+    """Private: sample ``first`` alone gets the masks that it has among all."""
+    x, weight, logits, bias, bias_logits = draw(3, 4, 7, 5)
+    options = {"bias": bias, "bias_logits": bias_logits, "seed": 9, "tau": 0.5}
+    rows = slice(4 * first, 4 * first + 4)
+    with fastmod.use_backend(backend):
+        leaf, other = (logits.clone().requires_grad_() for _ in range(2))
+        whole = ops.masked_linear(x, weight, leaf, 3, **options)
+        part = MASKED_LINEAR._masked_linear(x[rows], weight, other, 1, first=first, **options)
+        torch.testing.assert_close(part, whole[rows])
+        expected = torch.autograd.grad(whole[rows].square().sum(), leaf)
+        torch.testing.assert_close(torch.autograd.grad(part.square().sum(), other), expected)
+    for wrong in (-1, 1.5, True, "1", 2**40):
+        with pytest.raises(ValueError, match="first: expected an int"):
+            MASKED_LINEAR._masked_linear(x, weight, logits, 3, first=wrong)
+
+
+def test_row_limits() -> None:
+    """What was measured: rows up to which the kernels win, fewer for large weights, fewer without wide vectors."""
+    module, large, small = fastmod._extension.MODULE, torch.empty(2000, 2000), torch.empty(64, 64)
+    try:
+        for isa, limits in {"avx512": (200, 1054), "avx2": (150, 638), "baseline": (48, 96)}.items():
+            if isa in isas():
+                module.set_cpu_isa(isa)
+                assert (ROW_LIMIT(large, False), ROW_LIMIT(small, False)) == limits
+    finally:
+        module.set_cpu_isa(module.best_cpu_isa())
+    assert ROW_LIMIT(large, True) == ROW_LIMIT(large.to("meta"), False) == 64
+
+
+def test_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = draw(3, 4, 7, 5)
+    expected = layer(3)(*inputs)
+    for limit in (4, 3):  # at once, by samples
+        monkeypatch.setattr(MASKED_LINEAR, "row_limit", lambda weight, triton, limit=limit: limit)
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(3)(*inputs), expected)
+
+
+def test_backward_by_samples_inside_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MASKED_LINEAR, "row_limit", lambda weight, triton: 0)
+    inputs = [t.requires_grad_() for t in draw(3, 4, 7, 5)]
+    out = layer(3)(*inputs)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(out, inputs, grad)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import assert_agrees, laid_out, run
+from tests.agreement import assert_agrees, laid_out, opchecked, run
 
 Sizes = tuple[int, int, int, int, int, int]  # batch, M, N, D, hidden, layers
 # A gradient passes up to nine products, whose factors multiply its error: among the draws one stands out by far, in the
@@ -168,11 +168,14 @@ def test_empty_batch_gives_zero_weight_gradients() -> None:
 @pytest.mark.parametrize("mode", [0, 1])
 def test_opcheck(mode: int) -> None:
     (x, tau, *params), route = draw((6, 3, 2, 5, 7, 1))
-    x = laid_out(x, "permuted").requires_grad_()
-    params = [laid_out(p, "permuted").requires_grad_() for p in params]
+    x, params = laid_out(x, "permuted"), [laid_out(p, "permuted") for p in params]
     seed = torch.tensor(3) if mode else None
-    arguments = (x, params[:route], params[route:], tau.requires_grad_(), 1.0, seed, mode, True, 0.5)
-    torch.library.opcheck(torch.ops.fastmod.mfnnr.default, arguments)
+    arguments = (x, params[:route], params[route:], tau, 1.0, seed, mode, True, 0.5)
+    opchecked("mfnnr_forward", *arguments, False)
+    opchecked("mfnnr_forward", *arguments, True, same_twice=False)  # activations are padded
+    out, penalty, *_, saved = torch.ops.fastmod.mfnnr_forward(*arguments, True)
+    opchecked("mfnnr_backward", laid_out(out, "permuted"), penalty, *arguments, saved, True, True)
+    opchecked("mfnnr_backward", out, None, *arguments, saved, False, True)
 
 
 @pytest.mark.parametrize("mode", ["softmax", "gumbel"])

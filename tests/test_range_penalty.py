@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out
+from tests.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
 
 
 @pytest.mark.usefixtures("filled_memory", "isa")
@@ -69,8 +69,9 @@ def test_gradcheck_and_opcheck(isa: str) -> None:
     # The target is detached, so the numeric derivative of the forward is that of the squared excess only.
     value = (torch.randn(3, 4, dtype=torch.float64) * 3).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: ops.range_penalty(t, threshold=1.0), value)
-    permuted = laid_out(torch.randn(3, 4, 5) * 30, "permuted").requires_grad_()
-    torch.library.opcheck(torch.ops.fastmod.range_penalty.default, ([permuted, torch.randn(3)], 20.0))
+    permuted = laid_out(torch.randn(3, 4, 5) * 30, "permuted")
+    opchecked("range_penalty_forward", [permuted, torch.randn(3)], 20.0)
+    opchecked("range_penalty_backward", torch.tensor(2.0), [permuted, torch.randn(3)], 20.0)
 
 
 def test_compile_fullgraph_and_autocast() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import noise, ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out
-from tests.masks import (
+from tests.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.mask_cases import (
     DTYPES,
     SEEDS,
     TAUS,
@@ -275,13 +275,12 @@ def test_nan_and_inf_weights_travel_as_in_torch(isa: str, value: float) -> None:
 
 
 def test_opcheck() -> None:
-    logits = laid_out(logits_of((4, 5, 3)), "permuted").requires_grad_()
-    op = torch.ops.fastmod.sample_mask.default
-    torch.library.opcheck(op, (logits, None, 0, 3, torch.tensor(3), 1, 0.5))
-    torch.library.opcheck(op, (logits, torch.randn(4, 5, 3, requires_grad=True), 2, 3, torch.tensor(3), 1, 1.0))
-    torch.library.opcheck(
-        op, (logits.detach(), laid_out(torch.randn(4, 5, 3), "permuted"), 0, 1, torch.tensor(3), 1, 1.0)
-    )
+    logits, weight, seed = laid_out(logits_of((4, 5, 3)), "permuted"), torch.randn(4, 5, 3), torch.tensor(3)
+    opchecked("sample_mask_forward", logits, None, 0, 3, seed, 1)
+    opchecked("sample_mask_forward", logits, laid_out(weight, "permuted"), 2, 3, seed, 1)
+    grad = laid_out(torch.randn(3, 4, 5, 3), "permuted")
+    opchecked("sample_mask_backward", grad, logits, None, 0, 3, seed, 1, 0.5, None)
+    opchecked("sample_mask_backward", grad, logits, laid_out(weight, "permuted"), 2, 3, seed, 1, 1.0, weight)
 
 
 def test_two_backwards_and_untouched_inputs() -> None:
@@ -294,14 +293,6 @@ def test_two_backwards_and_untouched_inputs() -> None:
     second = torch.autograd.grad(out, (weight, logits), grad)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert torch.equal(grad, kept) and torch.equal(weight, copies[0]) and torch.equal(logits, copies[1])
-
-
-def test_double_backward_says_that_it_is_not_there() -> None:
-    weight, logits = torch.randn(3, 4, requires_grad=True), logits_of((3, 4)).requires_grad_()
-    for out in (ops.sample_mask(logits, 3, seed=1), ops.masked_weight(weight, logits, 3, seed=1)):
-        grad = torch.autograd.grad(out.sum(), logits, create_graph=True)[0]
-        with pytest.raises(RuntimeError, match="not implemented"):
-            grad.sum().backward()
 
 
 def test_fifty_equal_repeats() -> None:
@@ -386,7 +377,6 @@ def fuzz(seed: int) -> None:
     tail = lambda: (number(0, -1, 2**61), number(0, -1), random_seed(choose), number(0, -1, 2**33))  # noqa: E731
     grad = lambda: random_tensor(choose, (2, 3, 4), (1, 3, 4), (3, 0, 4), (2,))  # noqa: E731
     calls = [
-        lambda: raw.sample_mask(t(), t(), *tail(), random_tau(choose)),
         lambda: raw.sample_mask_forward(t(), t(), *tail()),
         lambda: raw.sample_mask_backward(grad(), t(), t(), *tail(), random_tau(choose), t()),
     ]
@@ -405,7 +395,7 @@ def test_near_misses_of_the_raw_ops() -> None:
     raw.sample_mask_forward(*forward)
     raw.sample_mask_backward(*backward)
     with pytest.raises(RuntimeError, match="meta"):
-        raw.sample_mask(L, L.to("meta"), 0, 2, key, 1, 1.0)
+        raw.sample_mask_forward(L, L.to("meta"), 0, 2, key, 1)
     wrong = {
         0: [L[:2], L.double(), L.long(), torch.zeros(3, 3, 4)],
         1: [L[0], L.double(), L.unsqueeze(0)],

@@ -9,7 +9,7 @@ import torch
 
 import fastmod
 from fastmod import ops
-from tests.agreement import assert_agrees, laid_out, run
+from tests.agreement import assert_agrees, laid_out, opchecked, run
 from tests.test_mfnnr import GRAD_FACTOR, linears
 
 COUNTS = (3, 4, 4, 2)
@@ -67,12 +67,15 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize("mode", [0, 1])
 def test_opcheck(mode: int) -> None:
     x, t0, t1, t2, *params = draw(6)
-    x = laid_out(x, "permuted").requires_grad_()
-    params = [laid_out(p, "permuted").requires_grad_() for p in params]
+    x, params = laid_out(x, "permuted"), [laid_out(p, "permuted") for p in params]
     seeds = [torch.tensor(i) for i in range(3)] if mode else []
-    taus = [t.requires_grad_() for t in (t0, t1, t2)]
-    torch.library.opcheck(torch.ops.fastmod.smfr.default, (x, params, 4, taus, seeds, mode, True, 0.5))
-    torch.library.opcheck(torch.ops.fastmod.smfr.default, (x.detach(), params, 4, [], seeds, mode, True, 0.5))
+    for taus in ([t0, t1, t2], []):
+        arguments = (x, params, 4, taus, seeds, mode, True, 0.5)
+        opchecked("smfr_forward", *arguments, False)
+        opchecked("smfr_forward", *arguments, True, same_twice=False)  # activations are padded
+        out, penalty, *_, saved = torch.ops.fastmod.smfr_forward(*arguments, True)
+        opchecked("smfr_backward", laid_out(out, "permuted"), penalty, *arguments, saved, True, True)
+        opchecked("smfr_backward", None, penalty, *arguments, saved, False, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -118,9 +118,9 @@ def test_only_what_is_needed(needs: tuple[int, ...], monkeypatch: pytest.MonkeyP
     launched = watched(monkeypatch, kernels, *KERNELS)
     x, weight, logits = (random(*shape, seed=i) for i, shape in enumerate(shapes_of(3, 6, 5, 0)))
     arguments = (random(9, 5, seed=9), x, weight, logits, torch.tensor(SEED), SAMPLES, 1.0)
-    every = kernels.masked_product_backward(*arguments, (True,) * 3)
+    every = kernels.masked_linear_backward(*arguments, (True,) * 3)
     launched.clear()
-    found = kernels.masked_product_backward(*arguments, needs)
+    found = kernels.masked_linear_backward(*arguments, needs)
     for needed, got, want in zip(needs, found, every, strict=True):
         assert torch.equal(got, want) if needed else got.numel() == 0
     assert ("backward_x_kernel" in launched) == bool(needs[0])
@@ -134,8 +134,8 @@ def test_seed_by_pointer_is_seed_by_value(monkeypatch: pytest.MonkeyPatch) -> No
     grad, seed = random(9, 5, seed=9), torch.tensor(-SEED)
 
     def results() -> list[Tensor]:
-        out = kernels.masked_product_forward(x, weight, logits, None, seed, SAMPLES)
-        return [out, *kernels.masked_product_backward(grad, x, weight, logits, seed, SAMPLES, 0.7, (True,) * 3)]
+        out = kernels.masked_linear_forward(x, weight, logits, None, seed, SAMPLES)
+        return [out, *kernels.masked_linear_backward(grad, x, weight, logits, seed, SAMPLES, 0.7, (True,) * 3)]
 
     by_value = results()
     monkeypatch.setattr(kernels, "seed_args", lambda seed: {"seed_ptr": seed, "seed_value": 0})
@@ -158,7 +158,7 @@ def test_public_op_comes_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_many_rows_are_refused() -> None:
     x, weight, logits = (torch.zeros(shape) for shape in shapes_of(65, 4, 2, 0))
     with pytest.raises(ValueError, match="x: expected at most 64 rows a sample, got 65"):
-        kernels.masked_product_forward(x, weight, logits, None, torch.tensor(0), SAMPLES)
+        kernels.masked_linear_forward(x, weight, logits, None, torch.tensor(0), SAMPLES)
 
 
 @interpreted

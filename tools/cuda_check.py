@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda-check"
 TOOLS = ("torch", "numpy", "ninja", "pybind11", "safetensors", "setuptools", "wheel")
+# By its path: fastmod itself needs torch, which this environment need not have.
+TARGETS = runpy.run_path(str(ROOT / "fastmod" / "gpu" / "targets.py"))
+ARCHS = TARGETS["torch_list"](TARGETS["USUAL"])
 PARTS = ("csrc", "kernels", "fastmod", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 REGISTERED = """
@@ -26,7 +30,8 @@ from fastmod import _extension
 assert _extension.LOADED, _extension.STATUS
 print(_extension.STATUS, "from", fastmod.__file__)
 names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fastmod::"))
-kernels = [n for n in names if n.endswith(("_forward", "_backward"))]
+# A stack of MFNNRs has a kernel on the CPU alone: elsewhere it goes layer by layer.
+kernels = [n for n in names if n.endswith(("_forward", "_backward")) and not n.startswith("fastmod::smfr_")]
 missing = [n for n in kernels if not torch._C._dispatch_has_kernel_for_dispatch_key(n, "CUDA")]
 assert len(kernels) >= 8, names
 assert not missing, f"no CUDA kernel: {missing}"
@@ -39,7 +44,7 @@ def main() -> int:
     parser.add_argument(
         "--env", type=Path, default=ROOT / ".venv-cuda", help="environment with the CUDA build of torch"
     )
-    parser.add_argument("--archs", default="8.0 9.0 12.0", help="TORCH_CUDA_ARCH_LIST")
+    parser.add_argument("--archs", default=ARCHS, help="TORCH_CUDA_ARCH_LIST")
     options = parser.parse_args()
     if shutil.which("nvcc") is None and "CUDA_HOME" not in os.environ:
         return fail("nvcc was not found: put the CUDA toolkit on PATH or set CUDA_HOME")

@@ -1,6 +1,8 @@
-// One call for the whole optimiser step: small models have few numbers in many tensors, so that a call per tensor, or
-// a few of them, costs more than the arithmetic. fastmod/optim.py is the only caller.
-#include <torch/custom_class.h>
+// One call for the whole optimiser step, clipping included: small models have few numbers in many tensors, so that a call
+// per tensor, or a few of them, costs more than the arithmetic. fastmod/optim.py is the only caller.
+#include <ATen/ops/empty_like.h>
+
+#include <limits>
 
 #include "cpu/host.h"
 
@@ -9,6 +11,11 @@ namespace {
 
 using at::Tensor;
 using at::TensorList;
+using Numbers = at::ArrayRef<double>;
+
+constexpr const char* kSchema =
+    "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, "
+    "int[] group_sizes, float[] lrs, float[] beta1s, float[] beta2s, float[] epsilons, float max_norm) -> bool";
 
 constexpr int64_t kElementsEach = 8192;  // fixed pieces, so that the norm does not depend on the number of threads
 
@@ -28,147 +35,125 @@ std::vector<Piece> pieces_of(TensorList tensors) {
   return pieces;
 }
 
-// Cycles of the whole list, spread over its pieces: most are smaller than kElementsEach.
-double cycles_each(const std::vector<Piece>& pieces, double cycles_per_element) {
+// body(index of the piece, a float or a double that stands for its dtype)
+template <typename Body>
+void for_each_piece(TensorList tensors, const std::vector<Piece>& pieces, double cycles_per_element, const Body& body) {
+  if (pieces.empty()) return;
   double elements = 0;
   for (const Piece& piece : pieces) elements += piece.count;
-  return pieces.empty() ? 1 : elements * cycles_per_element / pieces.size();
-}
-
-void check_alike(TensorList tensors, TensorList like, const char* name) {
-  TORCH_CHECK_VALUE(tensors.size() == like.size(), name, ": expected ", like.size(), " tensors, got ", tensors.size());
-  for (size_t i = 0; i < like.size(); ++i) {
-    TORCH_CHECK_VALUE(tensors[i].device().is_cpu() && tensors[i].is_contiguous(), name, "[", i,
-                      "]: expected a contiguous tensor on the CPU");
-    TORCH_CHECK_VALUE(tensors[i].sizes() == like[i].sizes() && tensors[i].scalar_type() == like[0].scalar_type(), name,
-                      "[", i, "]: expected ", like[0].scalar_type(), " ", like[i].sizes(), ", got ",
-                      tensors[i].scalar_type(), " ", tensors[i].sizes());
-  }
-}
-
-void check_floating(TensorList tensors, const char* name) {
-  TORCH_CHECK_VALUE(!tensors.empty(), name, ": expected at least one tensor");
-  TORCH_CHECK_TYPE(tensors[0].scalar_type() == at::kFloat || tensors[0].scalar_type() == at::kDouble, name,
-                   "[0]: expected float32 or float64, got ", tensors[0].scalar_type());
-}
-
-double square_sum(TensorList tensors) {
-  check_floating(tensors, "tensors");
-  check_alike(tensors, tensors, "tensors");
-  const auto pieces = pieces_of(tensors);
-  std::vector<double> parts(pieces.size());
-  with_compute_type(tensors[0], [&](auto zero) {
-    using T = decltype(zero);
-    for_each<T>(pieces.size(), cycles_each(pieces, 0.3), 0, tensors[0], [&](int64_t i, T*) {
-      const Piece& piece = pieces[i];
-      const T* data = tensors[piece.tensor].const_data_ptr<T>() + piece.first;
-      parts[i] = table<T>(kernels()).square_sum(data, piece.count);
-    });
+  // Cycles of the whole list, spread over its pieces: most are smaller than kElementsEach.
+  const double cycles_each = elements * cycles_per_element / pieces.size();
+  for_each<float>(pieces.size(), cycles_each, 0, tensors[0], [&](int64_t i, float*) {
+    with_compute_type(tensors[pieces[i].tensor], [&](auto zero) { body(i, zero); });
   });
-  return sum_in_order(parts);
 }
 
-// As clip_grad_norm_ scales: to max_norm (none if <= 0), NaN spreads.
+// Whether the kernels may walk through it as through a plain array of fp32 or fp64.
+bool is_array(const Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
+         (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble);
+}
+
+bool fits(const Tensor& tensor, const Tensor& param) {
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == param.scalar_type() &&
+         tensor.sizes() == param.sizes();
+}
+
+bool is_step(const Tensor& step) {
+  return step.device().is_cpu() && step.layout() == at::kStrided && step.numel() == 1 &&
+         (step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble);
+}
+
+// As clip_grad_norm_ scales: to max_norm, NaN spreads.
 double clipping_scale(double square_sum, double max_norm) {
-  if (!(max_norm > 0)) return 1;
   const double norm = std::sqrt(square_sum);
   return std::isnan(norm) ? norm : std::min(max_norm / (norm + 1e-6), 1.0);
 }
 
-void check_state(TensorList params, TensorList means, TensorList squares, TensorList steps) {
-  check_floating(params, "params");
-  check_alike(params, params, "params");
-  check_alike(means, params, "exp_avgs");
-  check_alike(squares, params, "exp_avg_sqs");
-  TORCH_CHECK_VALUE(steps.size() == params.size(), "steps: expected ", params.size(), " tensors, got ", steps.size());
-  for (const Tensor& step : steps)
-    TORCH_CHECK_VALUE(step.numel() == 1 && step.scalar_type() == at::kFloat && step.device().is_cpu(),
-                      "steps: expected scalars of float32 on the CPU");
+double counted(const Tensor& step) {
+  return with_compute_type(step, [&](auto zero) -> double { return *step.data_ptr<decltype(zero)>() += 1; });
 }
 
-// grads_square_sum: of all gradients that are clipped together, these among them.
-void update(TensorList params, TensorList grads, TensorList means, TensorList squares, TensorList steps,
-            double grads_square_sum, double max_norm, double lr, double beta1, double beta2, double epsilon) {
-  const double grad_scale = clipping_scale(grads_square_sum, max_norm);
+// Parameters of all groups in a row, group after group. max_norm: none if <= 0. False, with nothing done, if a tensor is
+// none that the kernels can walk through: the caller then leaves the step to torch.
+bool adam_(TensorList params, TensorList grads, TensorList means, TensorList squares, TensorList steps,
+           at::IntArrayRef group_sizes, Numbers lrs, Numbers beta1s, Numbers beta2s, Numbers epsilons,
+           double max_norm) {
+  const size_t count = params.size(), groups = group_sizes.size();
+  TORCH_CHECK_VALUE(
+      grads.size() == count && means.size() == count && squares.size() == count && steps.size() == count,
+      "params: expected as many as gradients, moments and steps, got ", count);
+  TORCH_CHECK_VALUE(
+      lrs.size() == groups && beta1s.size() == groups && beta2s.size() == groups && epsilons.size() == groups,
+      "group_sizes: expected as many as numbers of the groups, got ", groups);
+  int64_t grouped = 0;
+  for (int64_t size : group_sizes) {
+    TORCH_CHECK_VALUE(size >= 0, "group_sizes: expected 0 or more each, got ", size);
+    grouped += size;
+  }
+  TORCH_CHECK_VALUE(grouped == static_cast<int64_t>(count), "group_sizes: expected a sum of ", count, ", got ",
+                    grouped);
+
+  std::vector<Tensor> slopes;  // the gradients, laid out as the parameters
+  slopes.reserve(count);
   size_t bytes = 0;
-  for (const Tensor& param : params) bytes += param.nbytes();
-  std::vector<AdamArgs> args;
-  double last = 0;  // most parameters have made as many steps as their neighbours
-  for (const Tensor& step : steps) {
-    const double count = *step.data_ptr<float>() += 1;
-    if (count == last) {
-      args.push_back(args.back());
-      continue;
-    }
-    last = count;
-    args.push_back({grad_scale, beta1, beta2, lr / (1 - std::pow(beta1, count)),
-                    1 / std::sqrt(1 - std::pow(beta2, count)), epsilon, bytes >= kLargeBytes});
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor& param = params[i];
+    const auto strides = param.strides();
+    if (!is_array(param) || !fits(grads[i], param) || !is_step(steps[i])) return false;
+    for (const Tensor* moment : {&means[i], &squares[i]})
+      if (!fits(*moment, param) || moment->strides() != strides) return false;
+    bytes += param.nbytes();
+    slopes.push_back(grads[i].strides() == strides ? grads[i] : at::empty_like(param).copy_(grads[i]));
   }
+
   const auto pieces = pieces_of(params);
-  with_compute_type(params[0], [&](auto zero) {
-    using T = decltype(zero);
-    for_each<T>(pieces.size(), cycles_each(pieces, 3), 0, params[0], [&](int64_t i, T*) {
-      const auto [t, first, count] = pieces[i];
-      table<T>(kernels()).adam_update(args[t], count, grads[t].const_data_ptr<T>() + first,
-                                      params[t].data_ptr<T>() + first, means[t].data_ptr<T>() + first,
-                                      squares[t].data_ptr<T>() + first);
+  double scale = 1;
+  if (max_norm > 0) {
+    std::vector<double> parts(pieces.size());
+    for_each_piece(params, pieces, 0.3, [&](int64_t i, auto zero) {
+      using T = decltype(zero);
+      const auto [t, first, length] = pieces[i];
+      parts[i] = table<T>(kernels()).square_sum(slopes[t].const_data_ptr<T>() + first, length);
     });
-  });
-  for (const Tensor& param : params) param.unsafeGetTensorImpl()->bump_version();  // autograd sees the change
-}
-
-void adam_(TensorList params, TensorList grads, TensorList means, TensorList squares, TensorList steps,
-           double grads_square_sum, double max_norm, double lr, double beta1, double beta2, double epsilon) {
-  check_state(params, means, squares, steps);
-  check_alike(grads, params, "grads");
-  update(params, grads, means, squares, steps, grads_square_sum, max_norm, lr, beta1, beta2, epsilon);
-}
-
-// What a step needs again and again, kept here: four lists of tensors handed over by Python at every step would cost as
-// much as the arithmetic of a small model.
-class AdamLists final : public torch::CustomClassHolder {
- public:
-  AdamLists(std::vector<Tensor> params, std::vector<Tensor> means, std::vector<Tensor> squares,
-            std::vector<Tensor> steps)
-      : params_(std::move(params)), means_(std::move(means)), squares_(std::move(squares)), steps_(std::move(steps)) {
-    check_state(params_, means_, squares_, steps_);
-    for (const Tensor& param : params_) places_.push_back(param.data_ptr());
+    scale = clipping_scale(sum_in_order(parts), max_norm);
   }
 
-  // Reads the gradients off the parameters, clips them to max_norm (none if <= 0) and steps. False, with nothing done, if
-  // a parameter has moved, or if a gradient is missing or is none that the kernels can read: the caller then takes the
-  // long way.
-  bool step(double max_norm, double lr, double beta1, double beta2, double epsilon) {
-    std::vector<Tensor> grads;
-    grads.reserve(params_.size());
-    for (size_t i = 0; i < params_.size(); ++i) {
-      const Tensor &param = params_[i], &grad = param.grad();
-      if (param.data_ptr() != places_[i] || !grad.defined() || grad.layout() != at::kStrided || !grad.is_contiguous() ||
-          !grad.device().is_cpu() || grad.scalar_type() != param.scalar_type() || grad.sizes() != param.sizes())
-        return false;
-      grads.push_back(grad);
+  std::vector<AdamArgs> args;
+  args.reserve(count);
+  for (size_t group = 0; group < groups; ++group) {
+    const double beta1 = beta1s[group], beta2 = beta2s[group];
+    double last = std::numeric_limits<double>::quiet_NaN();  // most parameters have made as many steps as their neighbours
+    for (int64_t i = 0; i < group_sizes[group]; ++i) {
+      const double made = counted(steps[args.size()]);
+      if (made == last) {
+        args.push_back(args.back());
+        continue;
+      }
+      last = made;
+      args.push_back({scale, beta1, beta2, lrs[group] / (1 - std::pow(beta1, made)),
+                      1 / std::sqrt(1 - std::pow(beta2, made)), epsilons[group], bytes >= kLargeBytes});
     }
-    const double sum = max_norm > 0 ? square_sum(grads) : 0;
-    update(params_, grads, means_, squares_, steps_, sum, max_norm, lr, beta1, beta2, epsilon);
-    return true;
   }
-
- private:
-  std::vector<Tensor> params_, means_, squares_, steps_;
-  std::vector<void*> places_;  // model.to(...) moves the parameters, not these lists
-};
+  for_each_piece(params, pieces, 3, [&](int64_t i, auto zero) {
+    using T = decltype(zero);
+    const auto [t, first, length] = pieces[i];
+    table<T>(kernels()).adam_update(args[t], length, slopes[t].const_data_ptr<T>() + first,
+                                    params[t].data_ptr<T>() + first, means[t].data_ptr<T>() + first,
+                                    squares[t].data_ptr<T>() + first);
+  });
+  for (const TensorList& changed : {params, means, squares, steps})
+    for (const Tensor& tensor : changed) tensor.unsafeGetTensorImpl()->bump_version();  // autograd sees the change
+  return true;
+}
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fastmod, CPU, m) {
-  m.impl("square_sum", square_sum);
-  m.impl("adam_", adam_);
-}
+TORCH_LIBRARY_FRAGMENT(fastmod, m) { m.def(kSchema); }
 
-TORCH_LIBRARY_FRAGMENT(fastmod, m) {
-  m.class_<AdamLists>("AdamLists")
-      .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>>())
-      .def("step", &AdamLists::step);
-}
+// For tensors of any device and layout, as it is the function that says what it does not serve.
+TORCH_LIBRARY_IMPL(fastmod, CompositeExplicitAutograd, m) { m.impl("adam_", adam_); }
+
+TORCH_LIBRARY_IMPL(fastmod, Autograd, m) { m.impl("adam_", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace fastmod::cpu

@@ -16,11 +16,28 @@ namespace FASTMOD_ISA {
 
 template <typename T>
 constexpr KernelTable<T> make_table() {
-  return {multiplex_scratch<T>,       multiplex_forward<T>,     multiplex_backward<T>,     gated_residual_forward<T>,
-          gated_residual_backward<T>, range_penalty_forward<T>, range_penalty_backward<T>, square_sum<T>,
-          adam_update<T>,             sample_mask_forward<T>,   sample_mask_backward<T>,   transpose<T>,
-          kMaskedColumns,             masked_linear_scratch<T>, masked_linear_forward<T>,  masked_linear_backward<T>,
-          mfnnr_scratch<T>,           mfnnr_forward<T>,         mfnnr_backward<T>,         mfnnr_weight_grad<T>};
+  return {
+      .multiplex_scratch = multiplex_scratch<T>,
+      .multiplex_forward = multiplex_forward<T>,
+      .multiplex_backward = multiplex_backward<T>,
+      .gated_residual_forward = gated_residual_forward<T>,
+      .gated_residual_backward = gated_residual_backward<T>,
+      .range_penalty_forward = range_penalty_forward<T>,
+      .range_penalty_backward = range_penalty_backward<T>,
+      .square_sum = square_sum<T>,
+      .adam_update = adam_update<T>,
+      .sample_mask_forward = sample_mask_forward<T>,
+      .sample_mask_backward = sample_mask_backward<T>,
+      .transpose = transpose<T>,
+      .masked_columns = kMaskedColumns,
+      .masked_linear_scratch = masked_linear_scratch<T>,
+      .masked_linear_forward = masked_linear_forward<T>,
+      .masked_linear_backward = masked_linear_backward<T>,
+      .mfnnr_scratch = mfnnr_scratch<T>,
+      .mfnnr_forward = mfnnr_forward<T>,
+      .mfnnr_backward = mfnnr_backward<T>,
+      .mfnnr_weight_grad = mfnnr_weight_grad<T>,
+  };
 }
 
 }  // namespace FASTMOD_ISA

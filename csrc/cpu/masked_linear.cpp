@@ -16,9 +16,9 @@ int64_t parts(int64_t size, int64_t each) { return (size + each - 1) / each; }
 
 template <typename T>
 MaskedLinearArgs<T> linear_args(const Tensor& x, const Tensor& weight, const Tensor& logits, const Tensor& seed,
-                                int64_t samples, double tau) {
+                                int64_t samples, int64_t first, double tau) {
   MaskedLinearArgs<T> args{};
-  args.mask = mask_args<T>(logits, weight, 0, samples, seed, kStreamMask, tau);
+  args.mask = mask_args<T>(logits, weight, first, samples, seed, kStreamMask, tau);
   args.rows = leading_size(x, 1) / samples;
   args.in = weight.size(1);
   args.out = weight.size(0);
@@ -40,9 +40,9 @@ Tensor transposed_tiles(const Tensor& x, const MaskedLinearArgs<T>& args) {
   return turned;
 }
 
-Tensor masked_product_forward(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& biases,
-                              const Tensor& seed, int64_t samples) {
-  check_masked_product(x, weight, logits, biases, seed, samples);
+Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& biases,
+                              const Tensor& seed, int64_t samples, int64_t first) {
+  check_masked_linear(x, weight, logits, biases, seed, samples, first);
   auto sizes = x.sizes().vec();
   sizes.back() = weight.size(0);
   const Tensor out = empty_wide(sizes, x);
@@ -52,7 +52,7 @@ Tensor masked_product_forward(const Tensor& x, const Tensor& weight, const Tenso
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
-    MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, 1.0);
+    MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, first, 1.0);
     const Tensor turned = transposed_tiles<T>(xr, args);
     args.tiles = turned.const_data_ptr<T>();
     args.bias = biases ? added.const_data_ptr<T>() : nullptr;
@@ -64,14 +64,15 @@ Tensor masked_product_forward(const Tensor& x, const Tensor& weight, const Tenso
   return in_type(out, x.scalar_type());
 }
 
-std::vector<Tensor> masked_product_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                             const Tensor& logits, const Tensor& seed, int64_t samples, double tau,
-                                            std::array<bool, 3> needs) {
-  check_masked_product_grad(grad, x, weight, logits, seed, samples, tau);
+                                            std::array<bool, 3> needs, int64_t first) {
+  check_masked_linear_grad(grad, x, weight, logits, seed, samples, first, tau);
   const auto [need_x, need_weight, need_logits] = needs;
   const int64_t batch = leading_size(x, 1), out = weight.size(0), in = weight.size(1);
   const auto type = x.scalar_type();
-  std::vector<Tensor> result(3, at::empty({0}, x.options()));
+  std::vector<Tensor> result;  // empty where not needed, and no two the same: results of an op must not share memory
+  for (int i = 0; i < 3; ++i) result.push_back(at::empty({0}, x.options()));
   const Tensor g = readable(grad), xr = readable(x), w = readable(weight), l = readable(logits);
   const bool empty = batch == 0 || out == 0 || in == 0;
   with_compute_type(x, [&](auto zero) {
@@ -90,7 +91,7 @@ std::vector<Tensor> masked_product_backward(const Tensor& grad, const Tensor& x,
     const Tensor grad_logits = wide(need_logits, logits), grad_weight = wide(need_weight, weight);
     Tensor partial = wide(need_x, x);
     if (need_x && groups > 1 && !empty) partial = empty_wide({groups, x.numel()}, x);
-    MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, tau);
+    MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, first, tau);
     args.x = xr.const_data_ptr<T>();
     args.grad = g.const_data_ptr<T>();
     args.grad_logits = pointer(grad_logits);
@@ -115,8 +116,8 @@ std::vector<Tensor> masked_product_backward(const Tensor& grad, const Tensor& x,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fastmod, CPU, m) {
-  m.impl("masked_product_forward", masked_product_forward);
-  m.impl("masked_product_backward", masked_product_backward);
+  m.impl("masked_linear_forward", masked_linear_forward);
+  m.impl("masked_linear_backward", masked_linear_backward);
 }
 
 }  // namespace fastmod::cpu

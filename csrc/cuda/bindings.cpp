@@ -282,9 +282,10 @@ Tensor thresholds(const Tensor& logits) {
   return off;
 }
 
-Tensor masked_product_forward(const Tensor& x_, const Tensor& weight_, const Tensor& logits_,
-                              const OptionalTensor& biases_, const Tensor& seed, int64_t samples) {
-  check_masked_product(x_, weight_, logits_, biases_, seed, samples);
+Tensor masked_linear_forward(const Tensor& x_, const Tensor& weight_, const Tensor& logits_,
+                              const OptionalTensor& biases_, const Tensor& seed, int64_t samples, int64_t first) {
+  check_masked_linear(x_, weight_, logits_, biases_, seed, samples, first);
+  TORCH_CHECK_VALUE(first == 0, "first: expected 0 on a GPU, got ", first);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
   const LinearShape shape = linear_shape(x_, weight_, samples);
   const MaskNoise noise = mask_noise(x_, 0, samples, seed, kStreamMask);
@@ -295,16 +296,17 @@ Tensor masked_product_forward(const Tensor& x_, const Tensor& weight_, const Ten
   const Tensor out = at::empty(sizes, x.options());
   dispatch(x.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
-    C10_CUDA_CHECK(masked_linear_forward<T>(data<T>(x), data<T>(weight), data<int32_t>(thresholds<T>(logits)),
+    C10_CUDA_CHECK(cuda::masked_linear_forward<T>(data<T>(x), data<T>(weight), data<int32_t>(thresholds<T>(logits)),
                                             data<T>(biases), data<T>(out), shape, noise, stream()));
   });
   return out;
 }
 
-std::vector<Tensor> masked_product_backward(const Tensor& grad_, const Tensor& x_, const Tensor& weight_,
+std::vector<Tensor> masked_linear_backward(const Tensor& grad_, const Tensor& x_, const Tensor& weight_,
                                             const Tensor& logits_, const Tensor& seed, int64_t samples, double tau,
-                                            std::array<bool, 3> needs) {
-  check_masked_product_grad(grad_, x_, weight_, logits_, seed, samples, tau);
+                                            std::array<bool, 3> needs, int64_t first) {
+  check_masked_linear_grad(grad_, x_, weight_, logits_, seed, samples, first, tau);
+  TORCH_CHECK_VALUE(first == 0, "first: expected 0 on a GPU, got ", first);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
   const LinearShape shape = linear_shape(x_, weight_, samples);
   const MaskNoise noise = mask_noise(x_, 0, samples, seed, kStreamMask);
@@ -562,8 +564,8 @@ TORCH_LIBRARY_IMPL(fastmod, CUDA, m) {
   m.impl("mfnnr_backward", mfnnr_backward);
   m.impl("sample_mask_forward", sample_mask_forward);
   m.impl("sample_mask_backward", sample_mask_backward);
-  m.impl("masked_product_forward", masked_product_forward);
-  m.impl("masked_product_backward", masked_product_backward);
+  m.impl("masked_linear_forward", masked_linear_forward);
+  m.impl("masked_linear_backward", masked_linear_backward);
 }
 
 }  // namespace fastmod::cuda::bindings

@@ -1,6 +1,22 @@
-"""Models that studies set side by side; each maps blocks to blocks: ``[B, in_blocks, D] -> [B, out_blocks, D]``."""
+"""Nets that studies train, by architecture. ``FNN`` and those called Block map
+``[B, in_blocks, D] -> [B, out_blocks, D]``."""
 
 from fastmod.models.block_transformer import BlockTransformer
-from fastmod.models.fnn import FNN
+from fastmod.models.cnn import CNN
+from fastmod.models.encoder_decoders import LSTMEncoderDecoder, SequenceTransformer
+from fastmod.models.fnn import FNN, MLP
+from fastmod.models.lstm import LSTM
+from fastmod.models.plain_smfr import PlainSMFR
+from fastmod.models.resnet import ResNet
 
-__all__ = ["FNN", "BlockTransformer"]
+__all__ = [
+    "CNN",
+    "FNN",
+    "LSTM",
+    "MLP",
+    "BlockTransformer",
+    "LSTMEncoderDecoder",
+    "PlainSMFR",
+    "ResNet",
+    "SequenceTransformer",
+]

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastmod import backend
+
 #: Compared with instead of math.isfinite, which torch.compile cannot trace for a dynamic float.
 INFINITY = float("inf")
+#: Of a count or a size; beyond it torch's own messages name no argument.
+LARGEST = 2**31 - 1
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -37,8 +41,15 @@ def same_kind(first_name: str, first: Tensor, name: str, value: Tensor) -> None:
     """Both tensors share device and dtype; under autocast the dtypes may differ, as autocast casts both."""
     if value.device != first.device:
         raise RuntimeError(f"{name}: expected the device of {first_name} ({first.device}), got {value.device}")
-    if value.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+    if value.dtype != first.dtype and not backend.autocast_enabled(first.device.type):
         raise TypeError(f"{name}: expected the dtype of {first_name} ({first.dtype}), got {value.dtype}")
+
+
+def one_device(first: Tensor, *tensors: Tensor | None) -> None:
+    """For the fakes: the dispatcher would serve a meta tensor among CPU tensors with a shape only."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != first.device:
+            raise RuntimeError(f"expected all tensors on {first.device}, got one on {tensor.device}")
 
 
 def exact_shape(name: str, value: Tensor, expected: Sequence[int], form: str) -> None:
@@ -46,15 +57,19 @@ def exact_shape(name: str, value: Tensor, expected: Sequence[int], form: str) ->
         raise ValueError(f"{name}: expected {form} = {list(expected)}, got shape {shape(value)}")
 
 
+def tau_tensor(name: str, tau: Tensor, like: Tensor, form: str = "a float or a floating-point 0-d tensor") -> Tensor:
+    if tau.dim() != 0 or not tau.is_floating_point():
+        raise TypeError(f"{name}: expected {form}, got {tau.dtype} of {shape(tau)}")
+    if tau.device != like.device:
+        raise RuntimeError(f"{name}: expected the device of the blocks ({like.device}), got {tau.device}")
+    # Reading a value stops a trace and stalls a GPU: the CPU kernels check it themselves, a GPU gives NaN.
+    return tau
+
+
 def positive_tau(tau: float | Tensor, like: Tensor) -> tuple[Tensor | None, float]:
     """Split ``tau`` into (tensor or None, float): a tensor is read by the kernels, a float is passed by value."""
     if isinstance(tau, Tensor):
-        if tau.dim() != 0 or not tau.is_floating_point():
-            raise TypeError(f"tau: expected a float or a floating-point 0-d tensor, got {tau.dtype} of {shape(tau)}")
-        if tau.device != like.device:
-            raise RuntimeError(f"tau: expected the device of the blocks ({like.device}), got {tau.device}")
-        # Reading a value stops a trace and stalls a GPU: the CPU kernels check it themselves, a GPU gives NaN.
-        return tau, 1.0
+        return tau_tensor("tau", tau, like), 1.0
     if isinstance(tau, bool) or not isinstance(tau, (int, float)):
         raise TypeError(f"tau: expected a float or a floating-point 0-d tensor, got {type(tau).__name__}")
     if not 0 < tau < INFINITY:
@@ -62,9 +77,20 @@ def positive_tau(tau: float | Tensor, like: Tensor) -> tuple[Tensor | None, floa
     return None, float(tau)
 
 
-def threshold(value: float) -> float:
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
+def listed(name: str, value: object, form: str) -> None:
+    """``value`` is a list or a tuple; ``form`` says of what."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}: expected a list {form}, got {type(value).__name__}")
+
+
+def threshold(value: float, form: str = "a float") -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"threshold: expected a float, got {type(value).__name__}")
+        raise TypeError(f"threshold: expected {form}, got {type(value).__name__}")
     if not 0 <= value < INFINITY:
         raise ValueError(f"threshold: expected a finite number >= 0, got {value}")
     return float(value)
@@ -84,4 +110,6 @@ def sample_count(samples: int) -> int:
         raise TypeError(f"samples: expected an int, got {type(samples).__name__}")
     if samples < 1:
         raise ValueError(f"samples: expected at least 1, got {samples}")
+    if samples > LARGEST:
+        raise ValueError(f"samples: expected at most {LARGEST}, got {samples}")
     return samples

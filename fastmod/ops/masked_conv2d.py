@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastmod import backend, noise
+from fastmod._compiler import in_graph
 from fastmod.ops import _checks, _masked
+from fastmod.ops._masked import Draws
 
 
 def masked_conv2d(
@@ -40,8 +43,33 @@ def masked_conv2d(
     Returns:
         ``[B, out, H', W']``.
     """
+    return _masked_conv2d(
+        x, weight, logits, samples, bias=bias, bias_logits=bias_logits, stride=stride, padding=padding,
+        dilation=dilation, groups=groups, seed=seed, tau=tau,
+    )  # fmt: skip
+
+
+def _masked_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    samples: int,
+    *,
+    first: int = 0,
+    bias: Tensor | None = None,
+    bias_logits: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    seed: int | Tensor | None = None,
+    tau: float = 1.0,
+) -> Tensor:
+    """:func:`masked_conv2d` with samples ``first .. first + samples - 1`` of the noise."""
     chosen = backend.resolve("masked_conv2d", x)
     samples, tau = _checks.sample_count(samples), _checks.float_tau(tau)
+    if first:
+        _masked.sample_range(first, samples)
     steps, spread = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise ValueError(f"groups: expected an int >= 1, got {groups!r}")
@@ -50,16 +78,14 @@ def masked_conv2d(
     margin = _padding(padding, weight, steps, spread)
     key = noise.seed_tensor(seed, x.device)
     if chosen == "reference":
-        with _masked.reference_autocast(x, weight, logits, bias, bias_logits) as inputs:
-            x, weight, logits, bias, bias_logits = inputs
-            return reference(x, weight, logits, bias, bias_logits, key, samples, steps, margin, spread, groups, tau)
-    try:
-        return torch.ops.fastmod.masked_conv2d.default(
-            x, weight, logits, bias, bias_logits, key, samples, steps, margin, spread, groups, tau, chosen == "triton"
-        )
-    except Exception:
-        _check(x, weight, logits, bias, bias_logits, samples, groups)
-        raise
+        with backend.reference_autocast(x, weight, logits, bias, bias_logits) as (x, weight, logits, bias, bias_logits):
+            tensors = x, weight, logits, bias, bias_logits, key
+            return reference(*tensors, samples, steps, margin, spread, groups, tau, first)
+    _check(x, weight, logits, bias, bias_logits, samples, groups)  # what a convolution costs hides the time
+    if backend.autocast_enabled(x.device.type):
+        x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)
+    geometry = steps, margin, spread, groups
+    return _run(x, weight, logits, bias, bias_logits, key, samples, *geometry, tau, first, chosen == "triton")
 
 
 def _check(
@@ -85,7 +111,9 @@ def _check(
 
 def _pair(name: str, value: int | Sequence[int], low: int) -> list[int]:
     pair = list(value) if isinstance(value, Sequence) else [value, value]
-    if len(pair) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < low for v in pair):
+    if len(pair) != 2 or any(isinstance(v, bool) or not isinstance(v, int) for v in pair):
+        raise ValueError(f"{name}: expected an int >= {low} or two of them, got {value!r}")
+    if not all(low <= v <= _checks.LARGEST for v in pair):
         raise ValueError(f"{name}: expected an int >= {low} or two of them, got {value!r}")
     return pair
 
@@ -117,10 +145,11 @@ def reference(
     dilation: list[int],
     groups: int,
     tau: float,
+    first: int = 0,
 ) -> Tensor:
     """Plain PyTorch, sample by sample; reduced precision is computed in fp32."""
     wide = _checks.compute_dtype(x)
-    weights, biases = _masked.reference_weights(weight, logits, bias, bias_logits, seed, samples, tau)
+    weights, biases = _masked.reference_weights(weight, logits, bias, bias_logits, seed, samples, tau, first)
     parts = [
         torch.nn.functional.conv2d(
             part.to(wide),
@@ -136,7 +165,55 @@ def reference(
     return torch.cat(parts).to(x.dtype)
 
 
-def fake_forward(
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+class Convolution(NamedTuple):
+    """The geometry of :mod:`fastmod.ops._masked`: no kernels of its own, torch's libraries convolve."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+    always_masked: bool = True
+
+    def reference(
+        self, draws: Draws, x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor
+    ) -> Tensor:
+        own = self.stride, self.padding, self.dilation, self.groups
+        inputs = x, weight, logits, bias, bias_logits, seed
+        return reference(*inputs, draws.samples, *own, draws.tau, draws.first)
+
+    def parts(self, batch: Tensor, samples: int) -> Sequence[Tensor]:
+        return batch.chunk(samples) if batch.shape[0] else [batch] * samples
+
+    def room(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
+        return [None] * samples
+
+    def whole(self, parts: list[Tensor], x: Tensor) -> Tensor:
+        return torch.cat(parts)
+
+    def forward(self, part: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return torch.conv2d(part, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def backward(
+        self, grad: Tensor, part: Tensor, weight: Any, needs: tuple[bool, bool], out: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        own = self.stride, self.padding, self.dilation, False, [0, 0], self.groups
+        return _CONVOLUTION_BACKWARD(grad, part, weight, None, *own, [*needs, False])[:2]
+
+    def bias_sum(self, grad: Tensor) -> Tensor:
+        return grad.sum((0, 2, 3), dtype=_checks.compute_dtype(grad))
+
+    def forward_at_once(self, draws: Draws, *tensors: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def backward_at_once(self, draws: Draws, *tensors: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
+        raise NotImplementedError
+
+
+@in_graph
+def _run(
     x: Tensor,
     weight: Tensor,
     logits: Tensor,
@@ -144,33 +221,13 @@ def fake_forward(
     bias_logits: Tensor | None,
     seed: Tensor,
     samples: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    tau: float = 1.0,
-) -> Tensor:
-    sizes = [
-        (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    ]
-    return x.new_empty((x.shape[0], weight.shape[0], *sizes))
-
-
-def fake_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    logits: Tensor,
-    bias: Tensor | None,
-    bias_logits: Tensor | None,
-    seed: Tensor,
-    samples: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
     groups: int,
     tau: float,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    return _masked.fake_gradients((x, weight, logits, bias, bias_logits), needs)
+    first: int,
+    triton: bool,
+) -> Tensor:
+    geometry = Convolution(stride, padding, dilation, groups)
+    return _masked.run(geometry, Draws(triton, first, samples, tau), False, x, weight, logits, bias, bias_logits, seed)

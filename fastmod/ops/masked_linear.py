@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastmod import backend, noise
-from fastmod.ops import _checks, _masked
+from fastmod import _extension, backend, noise
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks, _masked
+from fastmod.ops._masked import Draws
 
 
 def masked_linear(
@@ -25,7 +28,7 @@ def masked_linear(
     """Part s of the batch through ``weight * mask_s``, the masks sampled as :func:`fastmod.ops.sample_mask` does.
 
     The masked copies of the weight never exist all at once, and not even one of them unless a sample has many rows:
-    more than 256 on the CPU, 64 on a GPU.
+    more than 64 on a GPU, about 200 on the CPU (:func:`row_limit`).
 
     Args:
         x: ``[B, in]`` or ``[B, ..., in]``, B a multiple of S; rows ``s * B / S`` and on meet mask s.
@@ -40,19 +43,36 @@ def masked_linear(
     Returns:
         ``[B, ..., out]``.
     """
+    return _masked_linear(x, weight, logits, samples, bias=bias, bias_logits=bias_logits, seed=seed, tau=tau)
+
+
+def _masked_linear(
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    samples: int,
+    *,
+    first: int = 0,
+    bias: Tensor | None = None,
+    bias_logits: Tensor | None = None,
+    seed: int | Tensor | None = None,
+    tau: float = 1.0,
+) -> Tensor:
+    """:func:`masked_linear` with samples ``first .. first + samples - 1`` of the noise."""
     chosen = backend.resolve("masked_linear", x)
     samples, tau = _checks.sample_count(samples), _checks.float_tau(tau)
+    if first:
+        _masked.sample_range(first, samples)
     if backend.checks_first(chosen):
         _check(x, weight, logits, bias, bias_logits, samples)
     key = noise.seed_tensor(seed, x.device)
     if chosen == "reference":
-        with _masked.reference_autocast(x, weight, logits, bias, bias_logits) as inputs:
-            x, weight, logits, bias, bias_logits = inputs
-            return reference(x, weight, logits, bias, bias_logits, key, samples, tau)
+        with backend.reference_autocast(x, weight, logits, bias, bias_logits) as (x, weight, logits, bias, bias_logits):
+            return reference(x, weight, logits, bias, bias_logits, key, samples, tau, first)
     try:
-        return torch.ops.fastmod.masked_linear.default(
-            x, weight, logits, bias, bias_logits, key, samples, tau, chosen == "triton"
-        )
+        if backend.autocast_enabled(x.device.type):
+            x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)
+        return _run(x, weight, logits, bias, bias_logits, key, samples, tau, first, chosen == "triton")
     except Exception:
         _check(x, weight, logits, bias, bias_logits, samples)
         raise
@@ -77,10 +97,11 @@ def reference(
     seed: Tensor,
     samples: int,
     tau: float,
+    first: int = 0,
 ) -> Tensor:
     """Plain PyTorch: all S masked copies of the weight in memory; reduced precision is computed in fp32."""
     wide = _checks.compute_dtype(x)
-    weights, biases = _masked.reference_weights(weight, logits, bias, bias_logits, seed, samples, tau)
+    weights, biases = _masked.reference_weights(weight, logits, bias, bias_logits, seed, samples, tau, first)
     parts = x.to(wide).reshape(samples, x.shape[:-1].numel() // samples, x.shape[-1])
     out = parts @ weights.to(wide).transpose(1, 2)
     if biases is not None:
@@ -89,15 +110,9 @@ def reference(
 
 
 def fake_forward(
-    x: Tensor,
-    weight: Tensor,
-    logits: Tensor,
-    bias: Tensor | None,
-    bias_logits: Tensor | None,
-    seed: Tensor,
-    samples: int,
-    tau: float = 1.0,
+    x: Tensor, weight: Tensor, logits: Tensor, biases: Tensor | None, seed: Tensor, samples: int, first: int = 0
 ) -> Tensor:
+    _checks.one_device(x, weight, logits, biases)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -106,11 +121,111 @@ def fake_backward(
     x: Tensor,
     weight: Tensor,
     logits: Tensor,
+    seed: Tensor,
+    samples: int,
+    tau: float,
+    needs: Sequence[bool],
+    first: int = 0,
+) -> list[Tensor]:
+    return _masked.fake_gradients((x, weight, logits), needs)
+
+
+#: x [B, ..., in], part s of the batch through sample first + s of the masked weight [out, in], plus row s of biases
+#: [S, out]; on a GPU samples begin at 0
+FORWARD = _autograd.define(
+    "masked_linear_forward(Tensor x, Tensor weight, Tensor logits, Tensor? biases, Tensor seed, int samples, "
+    "int first=0) -> Tensor",
+    fake_forward,
+)
+#: gradients of x, weight and logits; empty where not needed
+BACKWARD = _autograd.define(
+    "masked_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor logits, Tensor seed, int samples, float tau, "
+    "bool[3] needs, int first=0) -> Tensor[]",
+    fake_backward,
+)
+
+#: Of one block of the kernels on a GPU, so that every mask is drawn once a product.
+ROWS_ON_GPU = 64
+#: Instruction set of the CPU kernels -> (rows for large weights, rows * weights to add for small ones).
+#:
+#: With more rows a sample the masks cost little beside the products, at which torch's libraries are better. Both ways
+#: cost a + b * rows for every weight and sample, and torch's a fixed time on top, of its calls: two lines, which cross
+#: once, later for small weights. Measured on a Xeon with AVX-512, forward + backward with gradients of x and logits, 4
+#: samples, fp32, CPU time of one thread (others used the machine), both ways in turns, 8 to 1024 rows of 64 x 64,
+#: 256 -> 1024, 400 x 400, 1024 -> 256 and 2000 x 2000: the way taken was at most 10 % slower than the other.
+ROW_LIMITS = {"avx512": (200, 3_500_000), "avx2": (150, 2_000_000), "baseline": (48, 200_000)}
+
+
+def row_limit(weight: Tensor, triton: bool) -> int:
+    """Up to so many rows a sample the kernels multiply, which draw masks where they need them."""
+    if triton or weight.device.type != "cpu" or _extension.MODULE is None:
+        return ROWS_ON_GPU
+    rows, small = ROW_LIMITS[_extension.MODULE.cpu_isa()]
+    return rows + small // max(weight.numel(), 1)
+
+
+class Linear:
+    """The geometry of :mod:`fastmod.ops._masked`: rows times a matrix."""
+
+    always_masked = False
+
+    @staticmethod
+    def reference(
+        draws: Draws, x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor
+    ) -> Tensor:
+        return reference(x, weight, logits, bias, bias_logits, seed, draws.samples, draws.tau, draws.first)
+
+    def parts(self, batch: Tensor, samples: int) -> Sequence[Tensor]:
+        return batch.reshape(samples, batch.shape[:-1].numel() // samples, batch.shape[-1]).unbind()
+
+    def room(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
+        if _autograd.pure():  # and so without results in given places
+            return [None] * samples
+        return x.new_empty(samples, x.shape[:-1].numel() // samples, features).unbind()
+
+    def whole(self, parts: list[Tensor], x: Tensor) -> Tensor:
+        base = parts[0]._base
+        found = torch.stack(parts) if base is None or _autograd.pure() else base
+        return found.view(*x.shape[:-1], parts[0].shape[-1])
+
+    def forward(self, part: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        if bias is None:
+            return torch.mm(part, weight.t(), out=out)
+        return torch.addmm(bias, part, weight.t(), out=out)
+
+    def backward(
+        self, grad: Tensor, part: Tensor, weight: Any, needs: tuple[bool, bool], out: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return torch.mm(grad, weight, out=out) if needs[0] else None, torch.mm(grad.t(), part) if needs[1] else None
+
+    def bias_sum(self, grad: Tensor) -> Tensor:
+        return grad.sum(0, dtype=_checks.compute_dtype(grad))
+
+    def forward_at_once(self, draws: Draws, *tensors: Any) -> Tensor:
+        return FORWARD[draws.triton](*tensors, draws.samples, draws.first)
+
+    def backward_at_once(self, draws: Draws, *tensors: Any, needs: Sequence[bool]) -> list[Tensor]:
+        return BACKWARD[draws.triton](*tensors, draws.samples, draws.tau, needs, draws.first)
+
+
+LINEAR = Linear()
+
+
+@in_graph
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor,
     bias: Tensor | None,
     bias_logits: Tensor | None,
     seed: Tensor,
     samples: int,
     tau: float,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    return _masked.fake_gradients((x, weight, logits, bias, bias_logits), needs)
+    first: int,
+    triton: bool,
+) -> Tensor:
+    from_here = first == 0 or (x.device.type == "cpu" and not triton)  # samples that the kernels begin with
+    at_once = from_here and x.numel() <= samples * row_limit(weight, triton) * weight.shape[-1]
+    if not at_once or bias is not None or bias_logits is not None:
+        _check(x, weight, logits, bias, bias_logits, samples)  # torch broadcasts where the kernels refuse
+    return _masked.run(LINEAR, Draws(triton, first, samples, tau), at_once, x, weight, logits, bias, bias_logits, seed)

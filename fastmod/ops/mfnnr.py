@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmod import backend, noise
-from fastmod.ops import _checks
+from fastmod import backend
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks
 from fastmod.ops.gated_residual import reference as gated_residual_reference
-from fastmod.ops.multiplex import mode_code
+from fastmod.ops.multiplex import MODES, mode_code, seed_for
 from fastmod.ops.multiplex import reference as multiplex_reference
+from fastmod.ops.range_penalty import each as each_penalty
 from fastmod.ops.range_penalty import reference as range_penalty_reference
 
 LEAKY_SLOPE = 0.01
@@ -57,20 +59,22 @@ def mfnnr(
         threshold: of the range penalty over the routing and gate logits; ``None`` for no penalty (a zero).
     """
     code = mode_code(mode)
+    _checks.flag("context", context)
     chosen = backend.resolve("mfnnr", x)
     if backend.checks_first(chosen):
         _check(x, route, update, context)
-    limit = NO_PENALTY if threshold is None else _checks.threshold(threshold)
+    limit = NO_PENALTY if threshold is None else _checks.threshold(threshold, "a float or None")
     tau_tensor, tau_value = _checks.positive_tau(tau, x)
-    seed_value = noise.seed_tensor(seed, x.device) if mode == "gumbel" else None
+    seed_value = seed_for(mode, seed, x.device)
     if chosen == "reference":
         with backend.reference_autocast(x, *route, *update) as (x, *params):
             route, update = params[: len(route)], params[len(route) :]
             return reference(x, route, update, tau_tensor, tau_value, seed_value, code, context, limit)
     try:
-        found = torch.ops.fastmod.mfnnr.default(
-            x, route, update, tau_tensor, tau_value, seed_value, code, context, limit, chosen == "triton"
-        )
+        if backend.autocast_enabled(x.device.type):
+            x, *params = backend.lowered(x, *route, *update)
+            route, update = params[: len(route)], params[len(route) :]
+        found = _run(x, route, update, tau_tensor, tau_value, seed_value, code, context, limit, chosen == "triton")
     except Exception:
         _check(x, route, update, context)
         raise
@@ -106,8 +110,7 @@ def check_layer(
 
 def _check_fnn(name: str, x: Tensor, params: Sequence[Tensor], features: int) -> int:
     """Check a chain of linear layers that starts at ``features``; returns its number of outputs."""
-    if not isinstance(params, (list, tuple)):
-        raise TypeError(f"{name}: expected a list [weight, bias, ...], got {type(params).__name__}")
+    _checks.listed(name, params, "[weight, bias, ...]")
     if len(params) == 0 or len(params) % 2:
         raise ValueError(f"{name}: expected [weight, bias, ...] in pairs, got {len(params)} tensors")
     for i in range(0, len(params), 2):
@@ -183,6 +186,7 @@ def fake_forward(
     threshold: float,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _checks.one_device(x, *route, *update, tau)
     *batch, m, d = x.shape
     n = route[-1].shape[0] // m
     wide = _checks.compute_dtype(x)
@@ -221,3 +225,171 @@ def fake_backward(
     if need_params:
         grads += [p.new_empty(p.shape) for p in [*route, *update]]
     return grads
+
+
+def penalties(logits: Tensor, gates: Tensor, threshold: float) -> Tensor:
+    """The penalty of every element of a leading dimension, [V]."""
+    if threshold == NO_PENALTY:
+        return torch.zeros(logits.shape[0], dtype=_checks.compute_dtype(logits), device=logits.device)
+    return each_penalty([logits, gates], threshold)
+
+
+def _forward_rule(overload: Any) -> _autograd.Rule:
+    """Elements of x as a larger batch in one call, unless they differ in parameters or draw noise. Nothing is kept
+    then: the backward, which must tell their gradients apart, starts anew in plain PyTorch."""
+    loop = _autograd.by_elements(overload)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        x, route, update, tau, tau_value, seed, mode, context, threshold, _ = arguments
+        if mode == MODES["gumbel"] or any(_autograd.batched(dim) for dim in in_dims[1:4]):
+            return loop(info, in_dims, *arguments)
+        wide = _checks.compute_dtype(x)  # the penalty is that of logits before they are rounded
+        fronts = [
+            _autograd.in_front(info, x, in_dims[0]).to(wide),
+            *[[p.to(wide) for p in fnn] for fnn in (route, update)],
+        ]
+        out, _, logits, gate, kept = overload(*fronts, tau, tau_value, seed, mode, context, threshold, False)
+        results = (out.to(x.dtype), penalties(logits, gate, threshold), logits.to(x.dtype), gate.to(x.dtype), kept)
+        return results, (0, 0, 0, 0, None)
+
+    return rule
+
+
+#: out, penalty, routing logits, gate logits, activations for the backward (empty unless ``save``)
+FORWARD = _autograd.define(
+    "mfnnr_forward(Tensor x, Tensor[] route, Tensor[] update, Tensor? tau, float tau_value, Tensor? seed, int mode, "
+    "bool context, float threshold, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake_forward,
+    _forward_rule,
+)
+BACKWARD = _autograd.define(
+    "mfnnr_backward(Tensor? grad_out, Tensor? grad_penalty, Tensor x, Tensor[] route, Tensor[] update, Tensor? tau, "
+    "float tau_value, Tensor? seed, int mode, bool context, float threshold, Tensor saved, bool need_x, "
+    "bool need_params) -> Tensor[]",
+    fake_backward,
+)
+
+
+class Mfnnr(_autograd.Op):
+    """``numbers``: triton, how many parameters are route's, tau_value, mode, context, threshold."""
+
+    @staticmethod
+    def forward(
+        numbers: tuple[Any, ...], x: Tensor, tau: Tensor | None, seed: Tensor | None, *params: Tensor
+    ) -> tuple[Tensor, ...]:
+        triton, cut, tau_value, mode, context, threshold = numbers
+        return FORWARD[triton](x, params[:cut], params[cut:], tau, tau_value, seed, mode, context, threshold, True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.numbers = inputs[0]
+        ctx.save_for_backward(output[4], *inputs[1:])
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad
+        if grads[0] is None and grads[1] is None:
+            return (None,) * len(needs)
+        saved = ctx.saved_tensors
+        wants = needs[1], saved[2] is not None, True in needs[4:]  # x, tau, parameters, all or none
+        numbers = ctx.numbers, wants
+        found = _autograd.gradients(_by_kernel, _by_reference, numbers, grads[0], grads[1], *saved)
+        return None, *placed(found, wants, 1), None, *(found[wants[0] + wants[1] :] or (None,) * (len(needs) - 4))
+
+
+class _MfnnrAtOnce(torch.autograd.Function):
+    """:class:`Mfnnr` with two results; the others are put into a list, ``numbers[-1]``, past autograd, which would wrap
+    each. torch.func wants pure functions."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
+        *ctx.numbers, shown = numbers
+        out, penalty, logits, gate, kept = Mfnnr.forward(ctx.numbers, *inputs)
+        shown += [logits, gate]
+        ctx.save_for_backward(kept, *inputs)
+        ctx.set_materialize_grads(False)
+        return out, penalty
+
+    backward = Mfnnr.backward
+
+
+_at_once = _autograd.without_binding(_MfnnrAtOnce)
+
+
+def placed(found: tuple[Tensor, ...], wants: tuple[bool, bool, bool], taus: int) -> tuple[Tensor | None, ...]:
+    """Gradients of x and of the temperatures, with None for those that were not wanted."""
+    first = found[:1] if wants[0] else (None,)
+    return (*first, *found[wants[0] : wants[0] + taus]) if wants[1] else (*first, *(None,) * taus)
+
+
+def _by_kernel(
+    numbers: tuple[Any, ...],
+    grad_out: Tensor | None,
+    grad_penalty: Tensor | None,
+    kept: Tensor,
+    x: Tensor,
+    tau: Tensor | None,
+    seed: Tensor | None,
+    *params: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of x, tau and all parameters, of what is wanted."""
+    (triton, cut, tau_value, mode, context, threshold), (need_x, need_tau, need_params) = numbers
+    if kept.numel() == 0:  # a batch of elements under vmap, or none
+        return _by_reference(numbers, grad_out, grad_penalty, kept, x, tau, seed, *params)
+    found = BACKWARD[triton](
+        grad_out, grad_penalty, x, params[:cut], params[cut:], tau, tau_value, seed, mode, context, threshold,
+        kept, need_x, need_params,
+    )  # fmt: skip
+    if tau is not None:
+        found[1] = found[1].to(tau.dtype)
+    return (*found[not need_x : 1 + need_tau], *found[2:])
+
+
+def _by_reference(
+    numbers: tuple[Any, ...],
+    grad_out: Tensor | None,
+    grad_penalty: Tensor | None,
+    kept: Tensor,
+    *inputs: Tensor | None,
+) -> tuple[Tensor, ...]:
+    (_, cut, tau_value, mode, context, threshold), (need_x, need_tau, need_params) = numbers
+
+    def plain(x: Tensor, tau: Tensor | None, seed: Tensor | None, *params: Tensor) -> tuple[Tensor, ...]:
+        result = reference(x, params[:cut], params[cut:], tau, tau_value, seed, mode, context, threshold)
+        return with_gradient(result.out, result.penalty, grad_out, grad_penalty)[0]
+
+    grads = with_gradient(None, None, grad_out, grad_penalty)[1]
+    places = [*range(not need_x, 1 + need_tau), *(range(3, len(inputs)) if need_params else ())]
+    return _autograd.pulled(plain, places, grads, *inputs)
+
+
+def with_gradient(
+    out: Any, penalty: Any, grad_out: Tensor | None, grad_penalty: Tensor | None
+) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Those of two results that have a gradient, and the gradients."""
+    pairs = [(a, g) for a, g in ((out, grad_out), (penalty, grad_penalty)) if g is not None]
+    return tuple(a for a, _ in pairs), tuple(g for _, g in pairs)
+
+
+@in_graph
+def _run(
+    x: Tensor,
+    route: Sequence[Tensor],
+    update: Sequence[Tensor],
+    tau: Tensor | None,
+    tau_value: float,
+    seed: Tensor | None,
+    mode: int,
+    context: bool,
+    threshold: float,
+    triton: bool,
+) -> tuple[Tensor, ...]:
+    if _autograd.wanted(x, *route, *update, tau):
+        numbers = (triton, len(route), tau_value, mode, context, threshold)
+        if _autograd.pure():
+            return Mfnnr.apply(numbers, x, tau, seed, *route, *update)[:4]
+        shown: list[Tensor] = []
+        return *_at_once((*numbers, shown), x, tau, seed, *route, *update), *shown
+    return FORWARD[triton](x, route, update, tau, tau_value, seed, mode, context, threshold, False)[:4]

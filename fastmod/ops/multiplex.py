@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastmod import backend, noise
-from fastmod.ops import _checks
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks
 
 #: Routing modes and the integers by which the kernels know them.
 MODES = {"softmax": 0, "gumbel": 1, "argmax": 2}
@@ -38,14 +41,14 @@ def multiplex(
     if backend.checks_first(chosen):
         _check(blocks, logits)
     tau_tensor, tau_value = _checks.positive_tau(tau, blocks)
-    seed_value = noise.seed_tensor(seed, blocks.device) if mode == "gumbel" else None
+    seed_value = seed_for(mode, seed, blocks.device)
     if chosen == "reference":
         with backend.reference_autocast(blocks, logits) as (blocks, logits):
             return reference(blocks, logits, tau_tensor, tau_value, seed_value, code)
     try:
-        return torch.ops.fastmod.multiplex.default(
-            blocks, logits, tau_tensor, tau_value, seed_value, code, chosen == "triton"
-        )
+        if backend.autocast_enabled(blocks.device.type):
+            blocks, logits = backend.lowered(blocks, logits)
+        return _run(blocks, logits, tau_tensor, tau_value, seed_value, code, chosen == "triton")
     except Exception:
         _check(blocks, logits)
         raise
@@ -65,15 +68,29 @@ def _check(blocks: Tensor, logits: Tensor) -> None:
 
 
 def mode_code(mode: str) -> int:
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(map(repr, MODES))}, got {mode!r}")
     return MODES[mode]
+
+
+def seed_for(mode: str, seed: int | Tensor | None, device: torch.device) -> Tensor | None:
+    """The seed of a routing with noise; of any other a given seed is checked all the same."""
+    if mode == "gumbel":
+        return noise.seed_tensor(seed, device)
+    if seed is not None:
+        noise.seed_tensor(seed, device)
+    return None
+
+
+def _traced() -> bool:
+    """Whether a tensor's value cannot be read: torch.compile traces, or torch.vmap hands many values as one."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def routing_weights(logits: Tensor, tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> Tensor:
     """The weights ``[..., M, N]`` in plain PyTorch: soft, or one-hot with the gradient of the soft ones."""
     if tau is not None:
-        if tau.device.type == "cpu" and not torch.compiler.is_compiling() and not tau.item() > 0:
+        if tau.device.type == "cpu" and not _traced() and not tau.item() > 0:
             raise ValueError(f"tau: expected a number > 0, got {tau.item()}")
         temperature: Tensor | float = tau.to(logits.dtype)
     else:
@@ -103,6 +120,7 @@ def reference(
 def fake_forward(
     blocks: Tensor, logits: Tensor, tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int
 ) -> Tensor:
+    _checks.one_device(blocks, logits, tau)
     return blocks.new_empty(*blocks.shape[:-2], logits.shape[-1], blocks.shape[-1])
 
 
@@ -121,3 +139,88 @@ def fake_backward(
         logits.new_empty(logits.shape),
         blocks.new_empty((), dtype=wide),  # gradient of tau
     )
+
+
+def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
+    """Elements side by side in one call, unless noise counts them or, in the backward, a temperature sums over them."""
+    fold, loop = _autograd.folded(overload, tensors), _autograd.by_elements(overload)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        tau, _, _, mode = arguments[tensors:]
+        apart = mode == MODES["gumbel"] or _autograd.batched(in_dims[tensors]) or (keep_tau and tau is not None)
+        if apart:
+            return loop(info, in_dims, *arguments)
+        found, dims = fold(info, in_dims, *arguments)
+        return (found, (0, 0, None)) if keep_tau else (found, dims)  # the third is the gradient of no temperature
+
+    return rule
+
+
+FORWARD = _autograd.define(
+    "multiplex_forward(Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int mode) -> Tensor",
+    fake_forward,
+    lambda overload: _rule(overload, 2, keep_tau=False),
+)
+BACKWARD = _autograd.define(
+    "multiplex_backward(Tensor grad, Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, "
+    "int mode) -> (Tensor, Tensor, Tensor)",
+    fake_backward,
+    lambda overload: _rule(overload, 3, keep_tau=True),
+)
+
+
+class Multiplex(_autograd.Op):
+    @staticmethod
+    def forward(
+        triton: bool,
+        tau_value: float,
+        mode: int,
+        blocks: Tensor,
+        logits: Tensor,
+        tau: Tensor | None,
+        seed: Tensor | None,
+    ) -> Tensor:
+        return FORWARD[triton](blocks, logits, tau, tau_value, seed, mode)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.numbers = inputs[:3]
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        found = _autograd.gradients(_by_kernel, _by_reference, ctx.numbers, grad, *ctx.saved_tensors)
+        return None, None, None, found[0], found[1], found[2] if len(found) == 3 else None, None
+
+
+def _by_kernel(
+    numbers: tuple[Any, ...], grad: Tensor, blocks: Tensor, logits: Tensor, tau: Tensor | None, seed: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Gradients of blocks, logits and, if it is there, tau."""
+    triton, tau_value, mode = numbers
+    found = BACKWARD[triton](grad, blocks, logits, tau, tau_value, seed, mode)
+    return found[:2] if tau is None else (found[0], found[1], found[2].to(tau.dtype))
+
+
+def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    _, tau_value, mode = numbers
+
+    def plain(blocks: Tensor, logits: Tensor, tau: Tensor | None, seed: Tensor | None) -> Tensor:
+        return reference(blocks, logits, tau, tau_value, seed, mode)
+
+    return _autograd.pulled(plain, (0, 1) if tensors[2] is None else (0, 1, 2), grad, *tensors)
+
+
+@in_graph
+def _run(
+    blocks: Tensor,
+    logits: Tensor,
+    tau: Tensor | None,
+    tau_value: float,
+    seed: Tensor | None,
+    mode: int,
+    triton: bool,
+) -> Tensor:
+    if _autograd.wanted(blocks, logits, tau):
+        return _autograd.apply(Multiplex, triton, tau_value, mode, blocks, logits, tau, seed)
+    return FORWARD[triton](blocks, logits, tau, tau_value, seed, mode)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastmod import backend, noise
-from fastmod.ops import _checks
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks
 
 #: How many values ``word >> 9`` of the noise can take.
 WORDS = 2**23
@@ -63,9 +66,7 @@ def _sample(
     if chosen == "reference":
         return reference(logits, weight, first, samples, key, stream, tau)
     try:
-        return torch.ops.fastmod.sample_mask.default(
-            logits, weight, first, samples, key, stream, tau, chosen == "triton"
-        )
+        return _run(logits, weight, first, samples, key, stream, tau, chosen == "triton")
     except Exception:
         _check(logits, weight)
         raise
@@ -112,9 +113,8 @@ def reference(
     return (mask if weight is None else mask * weight.to(wide)).to(logits.dtype)
 
 
-def fake_forward(
-    logits: Tensor, weight: Tensor | None, first: int, samples: int, seed: Tensor, stream: int, tau: float = 1.0
-) -> Tensor:
+def fake_forward(logits: Tensor, weight: Tensor | None, first: int, samples: int, seed: Tensor, stream: int) -> Tensor:
+    _checks.one_device(logits, weight)
     return logits.new_empty((samples, *logits.shape))
 
 
@@ -130,3 +130,82 @@ def fake_backward(
     base: Tensor | None,
 ) -> Tensor:
     return logits.new_empty(logits.shape)
+
+
+#: Samples ``first .. first + samples - 1`` of the noise, times weight if there is one.
+FORWARD = _autograd.define(
+    "sample_mask_forward(Tensor logits, Tensor? weight, int first, int samples, Tensor seed, int stream) -> Tensor",
+    fake_forward,
+)
+#: The gradient of the logits, summed over the samples, plus base.
+BACKWARD = _autograd.define(
+    "sample_mask_backward(Tensor grad, Tensor logits, Tensor? weight, int first, int samples, Tensor seed, int stream, "
+    "float tau, Tensor? base) -> Tensor",
+    fake_backward,
+)
+
+
+class SampleMask(_autograd.Op):
+    @staticmethod
+    def forward(
+        triton: bool,
+        first: int,
+        samples: int,
+        stream: int,
+        tau: float,
+        logits: Tensor,
+        weight: Tensor | None,
+        seed: Tensor,
+    ) -> Tensor:
+        return FORWARD[triton](logits, weight, first, samples, seed, stream)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.numbers = inputs[:5]
+        ctx.save_for_backward(*inputs[5:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad
+        numbers = ctx.numbers, needs[5], needs[6]  # logits, weight
+        found = _autograd.gradients(_by_kernel, _by_reference, numbers, grad, *ctx.saved_tensors)
+        logits, weight = found[0] if needs[5] else None, found[-1] if needs[6] else None
+        return None, None, None, None, None, logits, weight, None
+
+
+def _by_kernel(
+    numbers: tuple[Any, ...], grad: Tensor, logits: Tensor, weight: Tensor | None, seed: Tensor
+) -> tuple[Tensor, ...]:
+    (triton, first, samples, stream, tau), need_logits, need_weight = numbers
+    found: tuple[Tensor, ...] = ()
+    if need_logits:
+        found = (BACKWARD[triton](grad, logits, weight, first, samples, seed, stream, tau, None),)
+    if need_weight:
+        found = (*found, (grad * FORWARD[triton](logits, None, first, samples, seed, stream)).sum(0))
+    return found
+
+
+def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    (_, first, samples, stream, tau), need_logits, need_weight = numbers
+
+    def plain(logits: Tensor, weight: Tensor | None, seed: Tensor) -> Tensor:
+        return reference(logits, weight, first, samples, seed, stream, tau)
+
+    places = [i for i, need in enumerate((need_logits, need_weight)) if need]
+    return _autograd.pulled(plain, places, grad, *tensors)
+
+
+@in_graph
+def _run(
+    logits: Tensor,
+    weight: Tensor | None,
+    first: int,
+    samples: int,
+    seed: Tensor,
+    stream: int,
+    tau: float,
+    triton: bool,
+) -> Tensor:
+    if _autograd.wanted(logits, weight):
+        return _autograd.apply(SampleMask, triton, first, samples, stream, tau, logits, weight, seed)
+    return FORWARD[triton](logits, weight, first, samples, seed, stream)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastmod import backend, noise
-from fastmod.ops import _checks
-from fastmod.ops.mfnnr import NO_PENALTY, check_layer
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks
+from fastmod.ops.mfnnr import BACKWARD as MFNNR_BACKWARD
+from fastmod.ops.mfnnr import FORWARD as MFNNR_FORWARD
+from fastmod.ops.mfnnr import NO_PENALTY, check_layer, penalties, with_gradient
 from fastmod.ops.mfnnr import fake_backward as mfnnr_fake_backward
 from fastmod.ops.mfnnr import fake_forward as mfnnr_fake_forward
 from fastmod.ops.mfnnr import reference as mfnnr_reference
-from fastmod.ops.multiplex import mode_code
+from fastmod.ops.multiplex import MODES, mode_code
 
 #: One layer: the tensors of its route FNN and those of its update FNN, each ``[weight, bias, weight, bias, ...]``.
 LayerParams = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -51,28 +54,29 @@ def smfr(
         seeds: per layer the seed of the Gumbel noise; ``None`` draws them from torch's generator.
     """
     code = mode_code(mode)
+    _checks.flag("context", context)
     chosen = backend.resolve("smfr", x)
+    limit = NO_PENALTY if threshold is None else _checks.threshold(threshold, "a float or None")
     if backend.checks_first(chosen):
         _check(x, layers, taus, seeds, context)
-    limit = NO_PENALTY if threshold is None else _checks.threshold(threshold)
-    params = [tensor for layer in layers for fnn in layer for tensor in fnn]
-    fnn_tensors = len(layers[0][0]) if layers else 0
-    tau_tensors = list(taus or ())
-    seed_tensors: list[Tensor] = []
-    if mode == "gumbel":
-        chosen_seeds: Sequence[int | Tensor | None] = seeds or [None] * len(layers)
-        seed_tensors = [noise.seed_tensor(s, x.device) for s in chosen_seeds]
-    if chosen == "reference":
-        with backend.reference_autocast(x, *params) as (x, *params):
-            return reference(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit)
     try:
-        found = torch.ops.fastmod.smfr.default(
-            x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit, chosen == "triton"
-        )
+        params = [tensor for layer in layers for fnn in layer for tensor in fnn]
+        fnn_tensors = len(layers[0][0])
+        tau_tensors = [] if taus is None else list(taus)
+        if taus is not None and (isinstance(taus, Tensor) or len(tau_tensors) != len(layers)):
+            raise ValueError("taus")  # the check below finds the words
+        seed_tensors = _seed_tensors(mode, seeds, len(layers), x.device)
+        if chosen == "reference":
+            with backend.reference_autocast(x, *params) as (x, *params):
+                return reference(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit)
+        if backend.autocast_enabled(x.device.type):
+            x, *params = backend.lowered(x, *params)
+        found = _run(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit, chosen == "triton")
     except Exception:
         _check(x, layers, taus, seeds, context)
         raise
-    return SMFROutput(*found)
+    depth = len(layers)
+    return SMFROutput(found[0], found[1], list(found[2 : 2 + depth]), list(found[2 + depth : 2 + 2 * depth]))
 
 
 def _check(
@@ -83,8 +87,15 @@ def _check(
     context: bool,
 ) -> None:
     _checks.float_tensor("x", x, 2, "[..., M, D]")
+    _checks.listed("layers", layers, "of (route, update)")
     if not layers:
         raise ValueError("layers: expected at least one (route, update), got none")
+    for i, layer in enumerate(layers):
+        _checks.listed(f"layers[{i}]", layer, "or tuple (route, update)")
+        if len(layer) != 2:
+            raise ValueError(f"layers[{i}]: expected two lists (route, update), got {len(layer)} entries")
+        for name, fnn in zip(("route", "update"), layer, strict=True):
+            _checks.listed(f"layers[{i}].{name}", fnn, "[weight, bias, ...]")
     lengths = {len(fnn) for layer in layers for fnn in layer}
     if len(lengths) > 1:
         raise ValueError(f"layers: expected FNNs of one number of layers, got {sorted(lengths)} tensors")
@@ -92,10 +103,26 @@ def _check(
     for i, (route, update) in enumerate(layers):
         m = check_layer(f"layers[{i}].", x, m, d, route, update, context)
     for name, values in (("taus", taus), ("seeds", seeds)):
-        if values is not None and len(values) != len(layers):
+        if values is None:
+            continue
+        _checks.listed(name, values, f"of {len(layers)}, one per layer, or None")
+        if len(values) != len(layers):
             raise ValueError(f"{name}: expected one per layer, that is {len(layers)}, got {len(values)}")
-    for tau in taus or ():
-        _checks.positive_tau(tau, x)
+    for i, tau in enumerate(taus or ()):
+        if not isinstance(tau, Tensor):
+            raise TypeError(f"taus[{i}]: expected a floating-point 0-d tensor, got {type(tau).__name__}")
+        _checks.tau_tensor(f"taus[{i}]", tau, x, "a floating-point 0-d tensor")
+        if tau.device.type == "cpu" and not torch.compiler.is_compiling() and not tau.item() > 0:
+            raise ValueError(f"taus[{i}]: expected a number > 0, got {tau.item()}")
+
+
+def _seed_tensors(mode: str, seeds: Sequence[int | Tensor] | None, layers: int, device: torch.device) -> list[Tensor]:
+    """One seed per layer of a stack that has noise; of any other, given seeds are checked all the same."""
+    if seeds is None and mode != "gumbel":
+        return []
+    chosen: Sequence[int | Tensor | None] = [None] * layers if seeds is None else seeds
+    found = [noise.seed_tensor(s, device, f"seeds[{i}]") for i, s in enumerate(chosen)]
+    return found if mode == "gumbel" else []
 
 
 def _each_layer(
@@ -141,6 +168,7 @@ def fake_forward(
     threshold: float,
     save: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    _checks.one_device(x, *params, *taus)
     logits, gates, saved = [], [], []
     layers = _each_layer(params, fnn_tensors, taus, seeds)
     for i, (route, update, tau, seed) in enumerate(layers):
@@ -178,3 +206,243 @@ def fake_backward(
     )
     wide = _checks.compute_dtype(x)
     return [grads[0], *[x.new_empty((), dtype=wide) for _ in taus], *grads[2:]]
+
+
+# --------------------------------------------------------- layer by layer: backends without a kernel for the stack
+
+
+def _forward_by_layers(
+    triton: bool,
+    x: Tensor,
+    params: Sequence[Tensor],
+    fnn_tensors: int,
+    taus: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    mode: int,
+    context: bool,
+    threshold: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """As the kernel ``smfr_forward``."""
+    total: Tensor | None = None
+    logits, gates, saved = [], [], []
+    for i, (route, update, tau, seed) in enumerate(_each_layer(params, fnn_tensors, taus, seeds)):
+        out, penalty, logit, gate, kept = MFNNR_FORWARD[triton](
+            x, route, update, tau, 1.0, seed, mode, context, threshold, save
+        )
+        total = penalty if total is None else total + penalty
+        logits.append(logit)
+        gates.append(gate)
+        if save:
+            saved += [x, kept] if i else [kept]
+        x = out
+    assert total is not None
+    return x, total, logits, gates, saved
+
+
+def _backward_by_layers(
+    triton: bool,
+    grad_out: Tensor | None,
+    grad_penalty: Tensor | None,
+    x: Tensor,
+    params: Sequence[Tensor],
+    fnn_tensors: int,
+    taus: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    mode: int,
+    context: bool,
+    threshold: float,
+    saved: Sequence[Tensor],
+    need_x: bool,
+    need_params: bool,
+) -> list[Tensor]:
+    """As the kernel ``smfr_backward``."""
+    layers = _each_layer(params, fnn_tensors, taus, seeds)
+    grad = grad_out
+    grad_taus: list[Tensor] = []
+    grad_params: list[Tensor] = []
+    for i in reversed(range(len(layers))):
+        route, update, tau, seed = layers[i]
+        grad, grad_tau, *found = MFNNR_BACKWARD[triton](
+            grad, grad_penalty, saved[2 * i - 1] if i else x, route, update, tau, 1.0, seed, mode, context, threshold,
+            saved[2 * i], i > 0 or need_x, need_params,
+        )  # fmt: skip
+        grad_taus.insert(0, grad_tau)
+        grad_params[:0] = found
+    assert grad is not None
+    return [grad, *(grad_taus if taus else []), *grad_params]
+
+
+# ---------------------------------------------------------------- the stack in one go: the CPU
+
+
+def _forward_rule(overload: Any) -> _autograd.Rule:
+    """As that of ``mfnnr``."""
+    loop = _nested_by_elements(overload)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        x, params, fnn_tensors, taus, seeds, mode, context, threshold, _ = arguments
+        if mode == MODES["gumbel"] or _autograd.batched(in_dims[1]) or _autograd.batched(in_dims[3]):
+            return loop(info, in_dims, *arguments)
+        wide = _checks.compute_dtype(x)
+        out, _, logits, gates, kept = overload(
+            _autograd.in_front(info, x, in_dims[0]).to(wide), [p.to(wide) for p in params], fnn_tensors, taus, seeds,
+            mode, context, threshold, False,
+        )  # fmt: skip
+        total = sum(penalties(a, b, threshold) for a, b in zip(logits, gates, strict=True))
+        shown = [[t.to(x.dtype) for t in tensors] for tensors in (logits, gates)]
+        return (out.to(x.dtype), total, *shown, kept), (0, 0, [0] * len(logits), [0] * len(gates), [])
+
+    return rule
+
+
+def _nested_by_elements(overload: Any) -> _autograd.Rule:
+    """:func:`fastmod.ops._autograd.by_elements` of a kernel that returns lists among its results."""
+
+    def flat(*arguments: Any) -> tuple[Tensor, ...]:
+        out, penalty, logits, gates, saved = overload(*arguments)
+        return out, penalty, *logits, *gates, *saved
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        found, _ = _autograd.by_elements(flat)(info, in_dims, *arguments)
+        depth = len(arguments[1]) // (2 * arguments[2])
+        lists = [list(found[2 : 2 + depth]), list(found[2 + depth : 2 + 2 * depth]), list(found[2 + 2 * depth :])]
+        return (found[0], found[1], *lists), (0, 0, *[[0] * len(some) for some in lists])
+
+    return rule
+
+
+#: saved: activations of layer 0, its output, activations of layer 1, ...
+FORWARD = _autograd.define(
+    "smfr_forward(Tensor x, Tensor[] params, int fnn_tensors, Tensor[] taus, Tensor[] seeds, int mode, bool context, "
+    "float threshold, bool save) -> (Tensor, Tensor, Tensor[], Tensor[], Tensor[])",
+    fake_forward,
+    _forward_rule,
+)
+BACKWARD = _autograd.define(
+    "smfr_backward(Tensor? grad_out, Tensor? grad_penalty, Tensor x, Tensor[] params, int fnn_tensors, Tensor[] taus, "
+    "Tensor[] seeds, int mode, bool context, float threshold, Tensor[] saved, bool need_x, bool need_params) "
+    "-> Tensor[]",
+    fake_backward,
+)
+
+
+def _forward(triton: bool, x: Tensor, *arguments: Any) -> Any:
+    if x.device.type == "cpu" and not triton:
+        return FORWARD[0](x, *arguments)
+    return _forward_by_layers(triton, x, *arguments)
+
+
+def _backward(triton: bool, grad_out: Tensor | None, grad_penalty: Tensor | None, x: Tensor, *arguments: Any) -> Any:
+    if x.device.type == "cpu" and not triton:
+        return BACKWARD[0](grad_out, grad_penalty, x, *arguments)
+    return _backward_by_layers(triton, grad_out, grad_penalty, x, *arguments)
+
+
+class Smfr(_autograd.Op):
+    """``numbers``: triton, where parameters and seeds begin in ``tensors``, which are temperatures, parameters and
+    seeds, fnn_tensors, mode, context, threshold."""
+
+    @staticmethod
+    def forward(numbers: tuple[Any, ...], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        out, penalty, logits, gates, kept = _kept_forward(numbers, x, tensors)
+        return out, penalty, *logits, *gates, *kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.numbers = _, first, last, fnn_tensors, *_ = inputs[0]
+        layers = (last - first) // (2 * fnn_tensors)
+        ctx.save_for_backward(*inputs[1:], *output[2 + 2 * layers :])
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad
+        if grads[0] is None and grads[1] is None:
+            return (None,) * len(needs)
+        _, first, last, *_ = ctx.numbers
+        wants = needs[1], first > 0, True in needs[2 + first : 2 + last]  # x, temperatures, parameters, all or none
+        numbers = ctx.numbers, wants, len(needs) - 2
+        found = _autograd.gradients(_by_kernel, _by_reference, numbers, grads[0], grads[1], *ctx.saved_tensors)
+        result = (None, *found) if wants[0] else (None, None, *found)
+        return (*result, *(None,) * (len(needs) - len(result)))
+
+
+def _kept_forward(numbers: tuple[Any, ...], x: Tensor, tensors: Sequence[Tensor]) -> Any:
+    triton, first, last, fnn_tensors, mode, context, threshold = numbers
+    lists = tensors[first:last], fnn_tensors, tensors[:first], tensors[last:]
+    return _forward(triton, x, *lists, mode, context, threshold, True)
+
+
+class _SmfrAtOnce(torch.autograd.Function):
+    """:class:`Smfr` with two results, as in ``mfnnr``."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: tuple[Any, ...], x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        *ctx.numbers, shown = numbers
+        out, penalty, logits, gates, kept = _kept_forward(ctx.numbers, x, tensors)
+        shown += [*logits, *gates]
+        ctx.save_for_backward(x, *tensors, *kept)
+        ctx.set_materialize_grads(False)
+        return out, penalty
+
+    backward = Smfr.backward
+
+
+_at_once = _autograd.without_binding(_SmfrAtOnce)
+
+
+def _by_kernel(
+    numbers: tuple[Any, ...], grad_out: Tensor | None, grad_penalty: Tensor | None, x: Tensor, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of x, temperatures and parameters, of what is wanted. What the forward kept comes after the ``count``
+    tensors."""
+    (triton, first, last, fnn_tensors, mode, context, threshold), (need_x, _, need_params), count = numbers
+    if len(tensors) == count:  # nothing was kept: a batch of elements under vmap
+        return _by_reference(numbers, grad_out, grad_penalty, x, *tensors)
+    found = _backward(
+        triton, grad_out, grad_penalty, x, tensors[first:last], fnn_tensors, tensors[:first], tensors[last:count],
+        mode, context, threshold, tensors[count:], need_x, need_params,
+    )  # fmt: skip
+    for i in range(first):
+        found[1 + i] = found[1 + i].to(tensors[i].dtype)
+    return tuple(found if need_x else found[1:])
+
+
+def _by_reference(
+    numbers: tuple[Any, ...], grad_out: Tensor | None, grad_penalty: Tensor | None, *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    (_, first, last, fnn_tensors, mode, context, threshold), (need_x, _, need_params), count = numbers
+
+    def plain(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        lists = tensors[first:last], fnn_tensors, tensors[:first], tensors[last:]
+        result = reference(x, *lists, mode, context, threshold)
+        return with_gradient(result.out, result.penalty, grad_out, grad_penalty)[0]
+
+    grads = with_gradient(None, None, grad_out, grad_penalty)[1]
+    places = range(not need_x, 1 + (last if need_params else first))
+    return _autograd.pulled(plain, places, grads, *inputs[: 1 + count])
+
+
+@in_graph
+def _run(
+    x: Tensor,
+    params: Sequence[Tensor],
+    fnn_tensors: int,
+    taus: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    mode: int,
+    context: bool,
+    threshold: float,
+    triton: bool,
+) -> tuple[Tensor, ...]:
+    """``(out, penalty, *logits, *gates, ...)``"""
+    if _autograd.wanted(x, *params, *taus):
+        numbers = triton, len(taus), len(taus) + len(params), fnn_tensors, mode, context, threshold
+        if _autograd.pure():
+            return Smfr.apply(numbers, x, *taus, *params, *seeds)
+        shown: list[Tensor] = []
+        return *_at_once((*numbers, shown), x, *taus, *params, *seeds), *shown
+    found = _forward(triton, x, params, fnn_tensors, taus, seeds, mode, context, threshold, False)
+    return found[0], found[1], *found[2], *found[3]

@@ -1,32 +1,54 @@
-"""The studies by name; a study's module is imported when it is asked for."""
+"""The studies by name: fastmod's own and those of installed packages; a study is imported when it is asked for.
+
+A package joins by an entry point in the group ``fastmod.studies``, its name that of the study, its value the class::
+
+    [project.entry-points."fastmod.studies"]
+    sorting = "package.module:Sorting"
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
-from fastmod.studies.config import StudyError
-from fastmod.studies.study import Study
+from fastmod.runs.config import StudyError
+from fastmod.runs.study import Study
 
-_STUDIES = {
-    "algo": "fastmod.studies.algo:Algo",
-    "addmul": "fastmod.studies.addmul:AddMul",
-    "doubleadd": "fastmod.studies.doubleadd:DoubleAdd",
-    "bpmnist": "fastmod.studies.bpmnist:BPMNIST",
-    "mask-addmul": "fastmod.studies.mask_addmul:MaskAddMul",
-    "mask-doubleadd": "fastmod.studies.mask_doubleadd:MaskDoubleAdd",
-    "mask-permuted-mnist": "fastmod.studies.mask_permuted_mnist:MaskPermutedMNIST",
-    "mask-cifar": "fastmod.studies.mask_cifar:MaskCifar",
-    "mask-scan": "fastmod.studies.mask_scan:MaskScan",
-    "mask-math": "fastmod.studies.mask_math:MaskMath",
+GROUP = "fastmod.studies"
+_OWN = {
+    "algo": "fastmod.studies.blocks.algo:Algo",
+    "addmul": "fastmod.studies.blocks.addmul:AddMul",
+    "doubleadd": "fastmod.studies.blocks.doubleadd:DoubleAdd",
+    "bpmnist": "fastmod.studies.blocks.bpmnist:BPMNIST",
+    "mask-addmul": "fastmod.studies.masks.addmul:MaskAddMul",
+    "mask-doubleadd": "fastmod.studies.masks.doubleadd:MaskDoubleAdd",
+    "mask-permuted-mnist": "fastmod.studies.masks.permuted_mnist:MaskPermutedMNIST",
+    "mask-cifar": "fastmod.studies.masks.cifar:MaskCifar",
+    "mask-scan": "fastmod.studies.masks.scan:MaskScan",
+    "mask-math": "fastmod.studies.masks.math:MaskMath",
 }
 
 
+def _all() -> dict[str, EntryPoint]:
+    """fastmod's own first, whose names no package can take: runs that exist are theirs."""
+    own = {name: EntryPoint(name, place, GROUP) for name, place in _OWN.items()}
+    others = {point.name: point for point in entry_points(group=GROUP)}
+    return own | {name: others[name] for name in sorted(others) if name not in own}
+
+
 def names() -> list[str]:
-    return list(_STUDIES)
+    return list(_all())
 
 
 def get(name: str) -> Study:
-    if name not in _STUDIES:
-        raise StudyError(f"unknown study {name!r}; known: {', '.join(_STUDIES)}")
-    module, _, attribute = _STUDIES[name].partition(":")
-    return getattr(import_module(module), attribute)()
+    points = _all()
+    if name not in points:
+        raise StudyError(f"unknown study {name!r}; known: {', '.join(points)}")
+    if name in _OWN:
+        return points[name].load()()
+    try:
+        study = points[name].load()()
+    except Exception as error:  # of somebody else's module: anything
+        raise StudyError(f"study {name!r} ({points[name].value}): {type(error).__name__}: {error}") from error
+    if not isinstance(study, Study):
+        raise StudyError(f"study {name!r} ({points[name].value}): expected a subclass of fastmod.runs.study.Study")
+    return study

@@ -1,0 +1,74 @@
+"""CUDA C++ kernels to cubin by nvcc. One file holds many kernels: templates, instantiated for every dtype."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastmod.gpu import resources, tools
+from fastmod.gpu.targets import Target
+
+#: C++17 though the extension is built as C++20: kernel files include no torch header, which is what asks for more.
+FLAGS = ("-std=c++17", "-O3")
+_TYPES = {"f": "float", "d": "double", "i": "int", "l": "long", "b": "bool"}
+
+
+def key(source: Path, target: Target) -> str:
+    """Changes with the file, the headers beside it, nvcc, its flags and the target."""
+    parts: list[object] = [tools.nvcc_version(tools.nvcc()), FLAGS, target]
+    parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_with_headers(source))]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _with_headers(source: Path) -> set[Path]:
+    """The file and all that it includes by relative name, however deep; what the toolkit brings has its version."""
+    found: set[Path] = set()
+    waiting = [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found.add(path)
+        names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
+        waiting += [header for name in names if (header := (path.parent / name).resolve()).is_file()]
+    return found
+
+
+def compiled(source: Path, target: Target, cubin: Path) -> tuple[dict[str, resources.Resources], str]:
+    """Write ``cubin``; returns what each kernel in it needs, by mangled name, and what nvcc said."""
+    command = [tools.nvcc(), *FLAGS, "-Xptxas", "-v", f"-arch={target.name}", "-cubin", str(source), "-o", str(cubin)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip() or f"nvcc ended with {done.returncode}")
+    # nvcc uses tensor cores only where it is told to; disassembling takes a quarter of the time of compiling.
+    told_to = any("mma" in path.read_text() for path in _with_headers(source))
+    return resources.of_cuda_cubin(cubin, done.stderr, disassemble=told_to), done.stderr
+
+
+def readable(symbol: str) -> tuple[str, list[str | int]]:
+    """Name and template arguments of a mangled kernel of ours: c++filt is not on every machine."""
+    # The compiler mixes the file into the name of the unnamed namespace; the kernel's own name is the last one.
+    for start in re.finditer(r"(?=(\d+))", symbol):
+        begin = start.start() + len(start[1])
+        name, rest = symbol[begin : begin + int(start[1])], symbol[begin + int(start[1]) :]
+        if name.endswith("_kernel") and re.fullmatch(r"[A-Za-z]\w*", name):
+            return name, list(_arguments(rest[1:])) if rest.startswith("I") else []
+    return symbol, []
+
+
+def _arguments(text: str) -> Iterator[str | int]:
+    """Up to the E that closes them."""
+    while text and text[0] != "E":
+        if number := re.match(r"L[a-z](\d+)E", text):
+            yield int(number[1])
+            text = text[number.end() :]
+        elif named := re.match(r"\d+", text):
+            end = named.end() + int(named[0])
+            yield text[named.end() : end]
+            text = text[end:]
+        else:
+            yield _TYPES.get(text[0], text[0])
+            text = text[1:]

@@ -1,0 +1,42 @@
+"""Finds what there is to compile: Triton kernels by walking ``fastmod.kernels``, CUDA C++ by looking into csrc/cuda."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import fastmod
+
+#: Of a checkout; a wheel carries no sources.
+CUDA_SOURCES = Path(fastmod.__file__).resolve().parent.parent / "csrc" / "cuda"
+
+
+@functools.cache
+def specialisations() -> dict[str, Any]:
+    """``<op>.<kernel>.<dtype>[-<case>]`` -> Specialisation."""
+    from fastmod.gpu.specialisation import DTYPES
+
+    found: dict[str, Any] = {}
+    for stem, module in kernel_modules().items():
+        for dtype in DTYPES.values():
+            for each in module.specialisations(dtype):
+                name = f"{stem}.{each.kernel.__name__}.{dtype.name}" + (f"-{each.case}" if each.case else "")
+                assert name not in found, f"{name}: two specialisations of that name"
+                found[name] = each
+    return found
+
+
+def kernel_modules() -> dict[str, Any]:
+    """The ops' modules by their stems; one with an underscore holds what others share."""
+    package = importlib.import_module("fastmod.kernels")
+    stems = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+    modules = {stem: importlib.import_module(f"{package.__name__}.{stem}") for stem in sorted(stems)}
+    return {stem: module for stem, module in modules.items() if hasattr(module, "specialisations")}
+
+
+def cuda_files() -> dict[str, Path]:
+    """Stem -> file; empty where there are no sources."""
+    return {path.stem: path for path in sorted(CUDA_SOURCES.glob("*.cu"))}

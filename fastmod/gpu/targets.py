@@ -1,0 +1,59 @@
+"""The GPU architectures that fastmod compiles for: the only list of them. Imports nothing but Python's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class TargetError(ValueError):
+    """A name that is no target."""
+
+
+class Target(NamedTuple):
+    name: str
+    backend: str  # as Triton calls it
+    arch: int | str
+    warp: int  # threads that run in step
+    triton: bool = True  # Triton begins with sm_80
+
+    @property
+    def nvidia(self) -> bool:
+        return self.backend == "cuda"
+
+    @property
+    def suffix(self) -> str:
+        return "cubin" if self.nvidia else "hsaco"
+
+
+def _nvidia(arch: int, *, triton: bool = True) -> Target:
+    return Target(f"sm_{arch}", "cuda", arch, 32, triton)
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        _nvidia(75, triton=False),
+        _nvidia(80),
+        _nvidia(86),
+        _nvidia(89),
+        _nvidia(90),
+        _nvidia(100),
+        _nvidia(120),
+        Target("gfx942", "hip", "gfx942", 64),
+    )
+}
+#: Whose code differs most: one per generation that is sold. A build of the whole extension takes these by default.
+USUAL = ("sm_80", "sm_90", "sm_120")
+
+
+def find(name: str) -> Target:
+    try:
+        return TARGETS[name]
+    except KeyError:
+        raise TargetError(f"--target {name}: expected one of {', '.join(TARGETS)}") from None
+
+
+def torch_list(names: Iterable[str]) -> str:
+    """The names as TORCH_CUDA_ARCH_LIST wants them: ``sm_120`` -> ``12.0``."""
+    return " ".join(f"{arch // 10}.{arch % 10}" for arch in (int(find(name).arch) for name in names))

@@ -1,0 +1,81 @@
+"""Triton kernels to cubin and hsaco. Needs no GPU: the target is told."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastmod.gpu import resources, tools
+from fastmod.gpu.specialisation import Specialisation
+from fastmod.gpu.targets import Target
+
+_PRODUCTS = re.compile(r"\b(?:wg)?mma\.|\btcgen05\.mma")  # what PTX calls the instructions of tensor cores
+_ALIGNED = [["tt.divisibility", 16]]  # as the memory of every torch tensor is
+
+
+def source(spec: Specialisation) -> ASTSource:
+    signature: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    names = [param.name for param in spec.kernel.params]
+    for name in spec.values:
+        if name not in names:
+            raise ValueError(f"{name}: {spec.kernel.__name__} has no such argument, expected one of {', '.join(names)}")
+    for i, param in enumerate(spec.kernel.params):
+        name, value = param.name, spec.values.get(param.name)
+        if name not in spec.values:
+            if not param.annotation_type:
+                raise ValueError(f"{name}: {spec.kernel.__name__} has neither a value nor a type for it")
+            signature[name] = param.annotation_type
+        elif isinstance(value, str):
+            signature[name], attributes[(i,)] = value, _ALIGNED
+        elif isinstance(value, tuple) and isinstance(value[0], str):
+            signature[name] = value
+            attributes.update({(i, j): _ALIGNED for j in range(len(value))})
+        else:
+            signature[name], constants[name] = "constexpr", value
+    return ASTSource(spec.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def key(spec: Specialisation, target: Target) -> str:
+    """Changes with the kernel and all that it calls, its constants, the compiler and the target."""
+    versions = [triton.__version__, tools.ptxas(target)[1] if target.nvidia else ""]
+    parts = [source(spec).hash(), sorted(spec.options.items()), target, versions]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def compiled(spec: Specialisation, target: Target, *, disassemble: bool = True) -> tuple[Any, resources.Resources]:
+    """Triton's compiled kernel, whose ``asm`` holds every stage, and what it needs; tensor core instructions of NVIDIA
+    count as 0 without ``disassemble``."""
+    kernel = triton.compile(
+        source(spec), target=GPUTarget(target.backend, target.arch, target.warp), options=dict(spec.options)
+    )
+    if not target.nvidia:
+        return kernel, resources.of_hsaco(kernel.asm["amdgcn"], kernel.metadata.shared)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        # Disassembling takes half as long as compiling: only if there is something to count.
+        disassemble = disassemble and _PRODUCTS.search(kernel.asm["ptx"]) is not None
+        return kernel, resources.of_triton_cubin(Path(file.name), kernel.metadata.shared, disassemble=disassemble)
+
+
+def told(spec: Specialisation) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Signature and constants of a specialisation, as JSON can hold them."""
+    each = source(spec)
+    signature = {name: list(t) if isinstance(t, tuple) else t for name, t in each.signature.items() if t != "constexpr"}
+    constants = {spec.kernel.params[path[0]].name: _plain(value) for path, value in each.constants.items()}
+    return signature, constants
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,103 @@
+"""All parts of a batch in one run of the net, by ``torch.func.vmap``.
+
+The part an example belongs to is a hidden dimension: the net can reshape, repeat, concatenate and transpose what it
+sees as it likes, and no example meets another part's mask. The fused ops want that dimension as an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+try:  # torch has no public way to look at the hidden dimension
+    from torch._C import _functorch as functorch
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter as interpreter
+
+    _NEEDED = ("_add_batch_dim", "get_unwrapped", "is_batchedtensor", "maybe_get_bdim", "maybe_get_level")
+    AVAILABLE = all(hasattr(functorch, name) for name in _NEEDED)
+except ImportError:
+    AVAILABLE = False
+
+
+def shown_inside(value: Tensor) -> Tensor:
+    """A tensor without its hidden dimensions, also when the vmap that made them is over."""
+    while AVAILABLE and functorch.is_batchedtensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+class Hiding:
+    """The hidden dimension of one run: ``index`` has it, one number for each part."""
+
+    def __init__(self, index: Tensor, samples: int) -> None:
+        self._level, self._samples = functorch.maybe_get_level(index), samples
+
+    def __call__(self, make: Callable[[], Tensor]) -> Tensor:
+        """Hides dimension 0 of what ``make`` returns, which runs outside of vmap."""
+        with interpreter().lower():
+            value = make()
+        return functorch._add_batch_dim(value, 0, self._level)
+
+    def shown(self, value: Tensor) -> Tensor | None:
+        """``[S, ...]`` of a tensor of this run; None if the net has a vmap of its own around it."""
+        if interpreter().level() != self._level:
+            return None
+        with interpreter().lower():
+            if not functorch.is_batchedtensor(value):
+                return value.unsqueeze(0).expand(self._samples, *value.shape)
+            inner = functorch.get_unwrapped(value)
+            return None if functorch.is_batchedtensor(inner) else inner.movedim(functorch.maybe_get_bdim(value), 0)
+
+    @staticmethod
+    def is_hidden(value: Tensor) -> bool:
+        return functorch.is_batchedtensor(value)
+
+
+class Attention(TorchFunctionMode):
+    """``scaled_dot_product_attention`` of all parts as one call: vmap has no rule for it and would loop."""
+
+    def __init__(self, hiding: Hiding) -> None:
+        super().__init__()
+        self._hiding = hiding
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            found = self._attention(*args, **kwargs)
+            if found is not None:
+                return found
+        return func(*args, **kwargs)
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+        if any(t.dim() != 4 for t in tensors[:3]) or not any(self._hiding.is_hidden(t) for t in tensors):
+            return None
+        shared = attn_mask is not None and not self._hiding.is_hidden(attn_mask) and _has_no_batch(attn_mask)
+        if attn_mask is not None and not shared and attn_mask.dim() != 4:
+            return None
+        shown = [self._hiding.shown(t) for t in (tensors[:3] if shared else tensors)]
+        if any(t is None for t in shown):
+            return None
+
+        def run() -> Tensor:
+            folded = [t.flatten(0, 1) for t in shown if t is not None]
+            mask = attn_mask if shared else (folded[3] if attn_mask is not None else None)
+            if mask is not None and not shared and mask.shape[0] != folded[0].shape[0]:  # one of [1, ...] for each part
+                mask = mask.repeat_interleave(folded[0].shape[0] // mask.shape[0], 0)
+            q, k, v = folded[:3]
+            out = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)
+            return out.unflatten(0, (len(shown[0]), -1))  # type: ignore[arg-type]
+
+        return self._hiding(run)
+
+
+def _has_no_batch(mask: Tensor) -> bool:
+    return mask.dim() < 4 or mask.shape[0] == 1

@@ -1,0 +1,190 @@
+"""From kernels to an op that torch differentiates, vmaps and compiles: what the files of the ops share.
+
+An op's file defines its kernels' schemas with :func:`define`, says in an :class:`Op` what to save and which kernel
+gives the gradients, and calls :func:`apply`. Native kernels (``csrc``) and Triton launchers (``kernels``) only
+implement the schemas, so that everything here holds for both, and exists without either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+# torch drops the definitions with the object that made them.
+_library = torch.library.Library("fastmod", "FRAGMENT")
+
+#: ``(native, triton)``, chosen by ``kernel[triton]``: two overloads of one schema, as both may serve one device.
+Kernel = tuple[Any, Any]
+#: ``(info, in_dims, *arguments) -> (outputs, out_dims)``, as :func:`torch.library.register_vmap` takes it.
+Rule = Callable[..., tuple[Any, Any]]
+
+
+def define(schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None) -> Kernel:
+    """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule."""
+    name, rest = schema.split("(", 1)
+    overloads = []
+    for suffix in ("", ".triton"):
+        if not _defined(name, suffix[1:]):
+            _library.define(f"{name}{suffix}({rest}")
+        torch.library.register_fake(f"fastmod::{name}{suffix}", fake, lib=_library)
+        overload = getattr(getattr(torch.ops.fastmod, name), suffix[1:] or "default")
+        torch.library.register_vmap(overload, (rule or by_elements)(overload), lib=_library)
+        overloads.append(overload)
+    return overloads[0], overloads[1]
+
+
+def _defined(name: str, overload: str) -> bool:
+    """By an extension from older sources, which has been loaded before it was found out, and stays unused."""
+    return hasattr(torch.ops.fastmod, name) and (overload or "default") in getattr(torch.ops.fastmod, name).overloads()
+
+
+class Op(torch.autograd.Function):
+    """Base of the ops: ``forward(*arguments)``, ``setup_context`` and ``backward``, fit for ``torch.func``."""
+
+    generate_vmap_rule = True  # forward and backward are run on batched tensors: the kernels have rules
+    #: ``apply`` without its first half, which binds defaults by inspecting the signature and takes 10 us.
+    at_once: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.at_once = without_binding(cls)
+
+
+def without_binding(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for callers that give every argument outside of torch.func."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def pure() -> bool:
+    """Whether a function must be pure and pass through ``apply``: torch.func transforms it, torch.compile traces it."""
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+
+
+def apply(op: type[Op], *arguments: Any) -> Any:
+    """``op.apply(*arguments)``; every argument of ``forward`` is given."""
+    return op.apply(*arguments) if pure() else op.at_once(*arguments)
+
+
+def wanted(*tensors: Tensor | None) -> bool:
+    """Whether a gradient may be asked for: if not, the kernel is called without a node."""
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return torch._C._are_functorch_transforms_active()  # a batched tensor hides whether what it holds requires grad
+
+
+# ------------------------------------------------------------------ backward
+
+#: ``(numbers, *tensors) -> gradients``; the tensors: gradients of outputs, inputs, what the forward kept.
+Gradients = Callable[..., tuple[Tensor, ...]]
+
+
+def gradients(
+    by_kernel: Gradients, by_reference: Gradients, numbers: Any, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """``by_kernel(numbers, *tensors)``, and should that be differentiated in turn, the derivative of ``by_reference``,
+    which computes the same in plain PyTorch."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph, or torch.func
+        return apply(_Gradients, by_kernel, by_reference, numbers, *tensors)
+    return by_kernel(numbers, *tensors)
+
+
+class _Gradients(Op):
+    """The backward as a node of its own: the kernel computes it, plain PyTorch differentiates it when asked to."""
+
+    @staticmethod
+    def forward(
+        by_kernel: Gradients, by_reference: Gradients, numbers: Any, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return tuple(by_kernel(numbers, *tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.by_reference, ctx.numbers = inputs[1:3]
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved, by_reference, numbers = ctx.saved_tensors, ctx.by_reference, ctx.numbers
+        places = [i for i, t in enumerate(saved) if t is not None and t.is_floating_point()]
+        found = pulled(lambda *tensors: by_reference(numbers, *tensors), places, grads, *saved)
+        return None, None, None, *spread(found, places, len(saved))
+
+
+def pulled(
+    function: Callable[..., Any], places: Sequence[int], grads: Any, *inputs: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The gradients of the inputs at ``places`` from those of ``function``'s outputs; differentiable.
+
+    By torch.func.vjp, which unlike torch.autograd.grad keeps two inputs apart of which one was made from the other.
+    """
+
+    def of_chosen(*chosen: Tensor) -> Any:
+        merged = list(inputs)
+        for place, value in zip(places, chosen, strict=True):
+            merged[place] = value
+        return function(*merged)
+
+    vjp: Callable[[Any], tuple[Tensor, ...]] = torch.func.vjp(of_chosen, *[inputs[place] for place in places])[1]
+    return vjp(grads)
+
+
+def spread(values: Sequence[Any], places: Sequence[int], count: int) -> list[Any]:
+    """A list of ``count``, ``values`` at ``places``, None elsewhere."""
+    result: list[Any] = [None] * count
+    for place, value in zip(places, values, strict=True):
+        result[place] = value
+    return result
+
+
+# ---------------------------------------------------------------------- vmap
+
+
+def _element(argument: Any, dim: Any, index: int) -> Any:
+    if isinstance(argument, (list, tuple)):
+        dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(argument)
+        return [_element(a, d, index) for a, d in zip(argument, dims, strict=True)]
+    return argument if dim is None else argument.select(dim, index)
+
+
+def by_elements(overload: Any) -> Rule:
+    """The rule that always holds: one call per element, so that an element finds its noise as it would alone."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        results = [
+            overload(*[_element(a, d, i) for a, d in zip(arguments, in_dims, strict=True)])
+            for i in range(info.batch_size)
+        ]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
+        return type(results[0])(stacked), type(results[0])([0] * len(stacked))
+
+    return rule
+
+
+def batched(dim: Any) -> bool:
+    """Whether anything is, of one argument."""
+    return any(batched(d) for d in dim) if isinstance(dim, (list, tuple)) else dim is not None
+
+
+def in_front(info: Any, tensor: Tensor, dim: int | None) -> Tensor:
+    """The batch as leading dimension."""
+    return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def folded(overload: Any, tensors: int) -> Rule:
+    """The rule of a kernel that treats the elements of leading dimensions apart: the first ``tensors`` arguments, and
+    all results, get one more."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        fronts = [in_front(info, a, d) for a, d in zip(arguments[:tensors], in_dims, strict=False)]
+        found = overload(*fronts, *arguments[tensors:])
+        return found, 0 if isinstance(found, Tensor) else tuple(0 for _ in found)
+
+    return rule

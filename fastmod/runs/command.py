@@ -1,0 +1,200 @@
+"""``fastmod study`` and ``fastmod inspect``."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shlex
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastmod.data import DataError
+from fastmod.runs.config import StudyError, changed, seeds_of, settings_of
+from fastmod.runs.folder import Plan, RunFolder
+from fastmod.studies import registry
+
+console = Console()
+_errors = Console(stderr=True)
+
+
+def _say(text: str, where: Console = console) -> None:
+    """As it is: names of folders may look like markup."""
+    where.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _clear_errors(after: str = "") -> Iterator[None]:
+    """What the user can mend becomes one line and exit code 2."""
+    try:
+        yield
+    except (StudyError, DataError) as error:
+        _say(f"error: {error}", _errors)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        _say(f"error: {error.strerror or error}{where}{after}", _errors)
+        raise typer.Exit(2) from None
+
+
+def study(
+    name: Annotated[str | None, typer.Argument(help="Which study; without one, the list of all.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Model to run; repeat for several.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Such as 0-4 or 0,3,7.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="key=value; repeat for several.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A short run that shows how it goes.")] = False,
+    noisy: Annotated[bool, typer.Option("--noisy", help="The study's variant with permuted input (algo).")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; must not exist or be empty.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Trials at the same time, sharing the threads.")] = None,
+    device: Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")] = None,
+) -> None:
+    """Run a paper's experiment; the table shows our figures beside the printed ones. Without a name: a list."""
+    if name is None and resume is None:
+        console.print(_list())
+        return
+    with _clear_errors():
+        if resume is not None:
+            others = (model, seeds, steps, setting, out, jobs, device)
+            if any(option is not None for option in others) or quick or noisy:
+                raise StudyError("--resume goes on with a run as it was begun; it takes no other option")
+            folder = RunFolder(resume)
+            plan = folder.plan()
+            if name not in (None, plan.study):
+                raise StudyError(f"{resume} is a run of {plan.study!r}, not of {name!r}")
+            _device(plan.device)
+        else:
+            assert name is not None
+            text = settings_of(setting or [])
+            text |= {"noisy": "true"} if noisy else {}
+            plan = _plan(name, model, seeds, steps, text, quick, jobs or 1, device)
+            default = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+            folder = RunFolder.create(out or default, plan)
+    run(folder, plan)
+
+
+def run(folder: RunFolder, plan: Plan) -> None:
+    """Run or resume, with display, table and report."""
+    from fastmod.runs import engine, report, signals
+    from fastmod.runs.display import Display, table
+
+    again = f"fastmod study --resume {shlex.quote(str(folder.path))}"
+    _say_what_is_missing()
+    with _clear_errors(f"; go on with: {again}"), signals.terminations_raise():
+        try:
+            with Display(console, len(plan.trials())) as display:
+                records = engine.run(folder, plan, display)
+            rows = report.finish(folder, plan, records)
+        except (engine.Interrupted, KeyboardInterrupt) as stop:
+            saved = ", everything is saved" if isinstance(stop, engine.Interrupted) else ""
+            _say(f"stopped{saved}; go on with:\n  {again}")
+            raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None  # as shells count
+        console.print(table(registry.get(plan.study).paper, rows, ascii_only=console.options.ascii_only))
+        _say(f"report: {folder.report_file}")
+
+
+def _say_what_is_missing() -> None:
+    """Packages that a run can do without."""
+    wanted = {"figures": "matplotlib", "TensorBoard events": "tensorboard"}
+    missing = " and ".join(f"no {what}" for what, package in wanted.items() if find_spec(package) is None)
+    if missing:
+        _say(f'{missing}: pip install "fastmod[study]" adds them')
+
+
+def live(
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; must not exist or be empty.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Watch an SMFR learn the ALGO rule, beside the same model in plain PyTorch; about two minutes on two cores."""
+    from fastmod.runs.display import Display, table
+    from fastmod.studies.blocks import live as show
+
+    _say_what_is_missing()
+    with _clear_errors():
+        plan = show.plan(seed)
+        folder = RunFolder.create(out or Path("runs") / f"live-{datetime.datetime.now():%Y%m%d-%H%M%S}", plan)
+        with Display(console, len(plan.trials())) as display:
+            rows, summary = show.run(folder, plan, display)
+    console.print(table(registry.get(plan.study).paper, rows, ascii_only=console.options.ascii_only))
+    _say(summary)
+    _say(f"report: {folder.report_file}")
+    _say(f"look inside: fastmod inspect {shlex.quote(str(folder.path))}")
+
+
+def inspect(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    trial: Annotated[str | None, typer.Option(help="Such as SMFR-s0; default: the first SMFR.")] = None,
+) -> None:
+    """Draw the routing and gate weights of a trained SMFR as heat maps, one row per task."""
+    from fastmod.runs import inspection
+
+    with _clear_errors():
+        path, lines = inspection.inspect(RunFolder(run), trial)
+    for line in lines:
+        _say(line)
+    _say(f"heat maps: {path}" if path else 'no heat maps: pip install "fastmod[study]" adds them')
+
+
+def _plan(
+    name: str,
+    chosen: list[str] | None,
+    seeds: str | None,
+    steps: int | None,
+    settings: dict[str, str],
+    quick: bool,
+    jobs: int,
+    device: str | None,
+) -> Plan:
+    study = registry.get(name)
+    for model in chosen or []:
+        if model not in study.models:
+            raise StudyError(f"--model {model}: {name} has {', '.join(study.models)}")
+    wanted = dict(study.quick) if quick else {}
+    # Steps of the command line win over --quick; the rhythm of evaluation follows if they are fewer.
+    if steps is not None:
+        every = wanted.get("evaluate_every", study.defaults.evaluate_every)
+        wanted |= {"steps": steps, "evaluate_every": min(every, steps)}
+    config = changed(study.defaults, wanted | settings)  # at once: only together need they fit each other
+    study.prepare(config)
+    return Plan(
+        study=name,
+        models=list(dict.fromkeys(chosen or study.default_models)),
+        seeds=seeds_of(seeds or ("0" if quick else study.default_seeds)),
+        settings=asdict(config),
+        device=_device(device),
+        threads=max(1, torch.get_num_threads() // jobs),
+        jobs=jobs,
+        versions={"fastmod": metadata.version("fastmod"), "torch": torch.__version__},
+    )
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros((), device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise StudyError(f"--device {name}: {next(iter(str(error).splitlines()), 'not available')}") from None
+    return name
+
+
+def _list() -> Table:
+    table = Table("study", "what it asks", "paper", "models", "steps")
+    for name in registry.names():
+        try:
+            study = registry.get(name)
+        except StudyError as error:  # of another package; the others can be run all the same
+            table.add_row(name, str(error), "", "", "")
+            continue
+        table.add_row(name, study.title, study.paper, ", ".join(study.models), f"{study.defaults.steps:,}")
+    return table

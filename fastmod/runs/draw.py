@@ -1,0 +1,126 @@
+"""Figures. Only these functions know matplotlib, which is imported when the first figure is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastmod.runs.config import StudyError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: One colour per model, the same in every figure; chosen to be told apart without colour vision.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+
+
+def available() -> bool:
+    """Whether there is matplotlib; a run without it ends well, only without figures."""
+    return find_spec("matplotlib") is not None
+
+
+def _axes(size: tuple[float, float] = (6.4, 3.8)) -> tuple[Figure, Any]:
+    try:
+        from matplotlib.figure import Figure  # no pyplot: no window system, no global state
+    except ImportError:
+        raise StudyError('figures need matplotlib: pip install "fastmod[study]"') from None
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path) -> None:
+    # No date and no version inside: the same run gives the same file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def lines(
+    x: Sequence[float],
+    groups: Mapping[str, Sequence[Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    *,
+    mark: float | None = None,
+) -> Figure:
+    """Per group the mean of several lines over the same x, the single lines faint; ``mark`` draws a vertical line."""
+    figure, axes = _axes()
+    for colour, (name, several) in zip(_COLOURS, groups.items(), strict=False):
+        for values in several if len(several) > 1 else []:
+            axes.plot(x, values, color=colour, alpha=0.25, linewidth=1)
+        mean = [sum(column) / len(column) for column in zip(*several, strict=True)]
+        axes.plot(x, mean, color=colour, marker="o", markersize=4, label=name)
+    if mark is not None:
+        axes.axvline(mark, color="0.6", linestyle=":", linewidth=1)
+    axes.set(xlabel=x_label, ylabel=y_label, ylim=(-0.03, 1.05))
+    axes.legend(frameon=False)
+    return figure
+
+
+def curves(
+    groups: Mapping[str, Mapping[int, tuple[Sequence[float], Sequence[float]]]],
+    y_label: str,
+    *,
+    x_label: str = "steps",
+    whole_range: bool = True,
+) -> Figure:
+    """One line per trial: group -> seed -> (x, y)."""
+    figure, axes = _axes()
+    for colour, (name, trials) in zip(_COLOURS, groups.items(), strict=False):
+        for i, (x, y) in enumerate(trials.values()):
+            axes.plot(x, y, color=colour, alpha=0.8, linewidth=1.2, label=name if i == 0 else None)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    if whole_range:
+        axes.set_ylim(-0.03, 1.05)
+    if groups:
+        axes.legend(frameon=False)
+    return figure
+
+
+def bars(
+    labels: Sequence[str], groups: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str
+) -> Figure:
+    """Grouped bars with error bars: group -> one (mean, error) per label."""
+    figure, axes = _axes()
+    width = 0.8 / max(1, len(groups))
+    for i, (colour, (name, values)) in enumerate(zip(_COLOURS, groups.items(), strict=False)):
+        places = [n + (i - (len(groups) - 1) / 2) * width for n in range(len(labels))]
+        means, errors = [v for v, _ in values], [e for _, e in values]
+        axes.bar(places, means, width, yerr=errors, color=colour, label=name, error_kw={"linewidth": 1})
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.legend(frameon=False)
+    return figure
+
+
+def heat_maps(rows: Sequence[tuple[str, Sequence[tuple[str, Any, Sequence[str], Sequence[str]]]]]) -> Figure:
+    """A grid of weights in 0..1: rows of (row title, [(title, matrix, row names, column names), ...])."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise StudyError('figures need matplotlib: pip install "fastmod[study]"') from None
+    columns = max(len(panels) for _, panels in rows)
+    figure = Figure(figsize=(0.6 + 2.6 * columns, 0.4 + 2.5 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    image = None
+    for r, (row_title, panels) in enumerate(rows):
+        for axes in grid[r]:
+            axes.axis("off")
+        for c, (title, matrix, row_names, column_names) in enumerate(panels):
+            axes = grid[r][c]
+            axes.axis("on")
+            image = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+            axes.set_xticks(range(len(column_names)), column_names, fontsize=6, rotation=90)
+            axes.set_yticks(range(len(row_names)), row_names, fontsize=6)
+            axes.axhline(
+                len(row_names) - 1.5, color="white", linewidth=2
+            )  # the last row is not a source: it is the gate
+            axes.set_title(title if r == 0 else "", fontsize=8)
+            if c == 0:
+                axes.set_ylabel(row_title, fontsize=8)
+    if image is not None:
+        figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, pad=0.02, label="weight")
+    return figure

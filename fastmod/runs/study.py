@@ -1,0 +1,127 @@
+"""What a study is: settings, models, trials, and the table and figures of the paper it repeats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fastmod.runs.config import Config, changed
+from fastmod.runs.trial import Trial
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished trial."""
+
+    model: str
+    seed: int
+    steps: int
+    seconds: float
+    parameters: int
+    result: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.model}-s{self.seed}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of the paper beside ours. ``values``: ours, one per trial."""
+
+    name: str
+    paper: str
+    values: list[float]
+    steps: int
+    minutes: float
+    note: str = ""
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean; None for a single trial."""
+        return statistics.stdev(self.values) / math.sqrt(len(self.values)) if len(self.values) > 1 else None
+
+    @property
+    def ours(self) -> str:
+        if not self.values:
+            return "-"
+        return f"{self.mean:.3f}" + ("" if self.error is None else f" ± {self.error:.3f}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that tables and figures are made of."""
+
+    config: Any  # the study's own Config
+    records: Sequence[Record]
+    metrics: Sequence[dict[str, Any]]  # lines of metrics/*.jsonl
+
+    def of(self, model: str) -> list[Record]:
+        return [record for record in self.records if record.model == model]
+
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(record.model for record in self.records))
+
+    def curves(self, model: str, name: str) -> dict[int, tuple[list[int], list[float]]]:
+        """Seed -> (steps, values) of one metric."""
+        found: dict[int, tuple[list[int], list[float]]] = {}
+        for line in self.metrics:
+            if line["model"] == model and name in line:
+                steps, values = found.setdefault(line["seed"], ([], []))
+                steps.append(line["step"])
+                values.append(line[name])
+        return dict(sorted(found.items()))
+
+    def row(self, name: str, paper: str, records: Sequence[Record], key: str, note: str = "") -> Row:
+        values = [record.result[key] for record in records if record.result.get(key) is not None]
+        steps = max((record.steps for record in records), default=0)
+        return Row(name, paper, values, steps, sum(record.seconds for record in records) / 60, note)
+
+
+class Study(ABC):
+    name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]  # where in the paper
+    models: ClassVar[tuple[str, ...]]  # all that can be run; the first ones in `default_models` are run unasked
+    default_models: ClassVar[tuple[str, ...]]
+    default_seeds: ClassVar[str] = "0-2"
+    defaults: ClassVar[Config]
+    quick: ClassVar[dict[str, Any]]  # settings of --quick: minutes instead of hours, nothing to conclude from
+    #: Model -> the paper's settings for it, where ``config.paper`` asks for them.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: Names of input and output blocks, for inspection; without any, the study has nothing to inspect.
+    blocks: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
+
+    def prepare(self, config: Any) -> None:  # noqa: B027 - optional
+        """Check what trials need (data sets) before the first one starts."""
+
+    def config_of(self, config: Any, model: str) -> Any:
+        """The settings as a model is trained with them."""
+        return changed(config, self.presets.get(model, {})) if getattr(config, "paper", False) else config
+
+    @abstractmethod
+    def trial(self, config: Any, model: str, seed: int, device: torch.device) -> Trial: ...
+
+    @abstractmethod
+    def table(self, outcome: Outcome) -> list[Row]: ...
+
+    @abstractmethod
+    def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
+        """File stem -> (figure, caption)."""
+
+    def examples(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
+        """Task -> input blocks ``[B, M, D]``, for inspection."""
+        return {}

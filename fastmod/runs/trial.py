@@ -1,0 +1,109 @@
+"""One model in training, and all that a checkpoint must hold of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastmod.optim import Adam
+from fastmod.runs.config import Config, StudyError
+
+
+class Trial(ABC):
+    """A model, its optimiser and its place in the data.
+
+    A study's trial says how data are made (``batches``), what the loss is and how to evaluate. Data are a function of
+    (seed, step), so the place in the data is the step. State beyond model, optimiser and step goes into ``extra``,
+    which holds numbers, text, tensors, and lists and dicts of these.
+    """
+
+    def __init__(self, config: Config, name: str, model: nn.Module, seed: int, device: torch.device) -> None:
+        self.config, self.name, self.seed, self.device = config, name, seed, device
+        self.model = model.to(device)
+        self.optimizer = self.make_optimizer()
+        self.step = 0
+        self.seconds = 0.0
+        self.extra: dict[str, Any] = {}
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Of the fresh model; its state is part of the checkpoint. By default Adam, with clipped gradients."""
+        return Adam(self.model.parameters(), self.config.lr, max_norm=self.config.clip)
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are to do; may shrink or grow as the trial learns more."""
+        return self.config.steps
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.steps
+
+    @abstractmethod
+    def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Data of the next ``chunk`` steps, each tensor ``[chunk, ...]``, on the training device."""
+
+    @abstractmethod
+    def loss(self, *batch: Tensor) -> Tensor:
+        """Scalar loss of one step, the range penalty included."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Metrics; called without gradients and with the model in eval mode."""
+
+    def after_evaluation(self, metrics: dict[str, float]) -> None:  # noqa: B027 - optional
+        """Where a trial of several stages moves on."""
+
+    def result(self, last: dict[str, float]) -> dict[str, Any]:
+        """What the table needs of a finished trial; by default its last metrics."""
+        return last
+
+    def chunk(self) -> Tensor:
+        """Train for ``config.chunk`` steps; the mean loss, still on the device so that nothing waits for it."""
+        data = self.batches(self.generator("data", self.step))
+        total = torch.zeros((), device=self.device)
+        for batch in zip(*data, strict=True):
+            loss = self.loss(*batch)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total += loss.detach()
+            self.step += 1
+        return total / self.config.chunk
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        self.model.eval()
+        try:
+            return self.evaluate()
+        finally:
+            self.model.train()
+
+    def generator(self, purpose: str, position: int = 0) -> torch.Generator:
+        """A generator of its own for each purpose and position: nothing to store, nothing to rewind."""
+        mixed = (self.seed * 1_000_003 + position) * 257 + sum(purpose.encode())
+        return torch.Generator(self.device).manual_seed(mixed % 2**63)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": torch.get_rng_state(),
+            "device_generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "extra": self.extra,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise StudyError(f"the checkpoint does not fit the model: {str(error).splitlines()[0]}") from None
+        self.step, self.seconds, self.extra = state["step"], state["seconds"], state["extra"]
+        torch.set_rng_state(state["generator"])
+        if state["device_generator"] is not None:
+            torch.cuda.set_rng_state(state["device_generator"], self.device)

@@ -1,0 +1,62 @@
+"""Settings, loss and measure of the mask studies on arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmod.models import LSTM, MLP
+from fastmod.runs.config import StudyError
+from fastmod.studies.masks.masking import MaskConfig
+from fastmod.tasks.arithmetic import DIGIT
+
+HIDDEN: Mapping[str, tuple[int, ...]] = {
+    "FNN_small": (400, 400, 200),
+    "FNN": (800,) * 4,
+    "FNN_large": (2000,) * 4,  # the paper's
+}
+SPARSE = 7  # in the course of training, accuracy is taken on every seventh pair of numbers
+ROWS = 2500  # evaluated at once
+
+
+@dataclass(frozen=True)
+class ArithmeticConfig(MaskConfig):
+    # A net that still swings at the end of its training has no weights to spare.
+    lr_end: float = 0.02
+    mask_lr: float = 5e-2  # with fewer steps the paper's 20,000 at 1e-2
+    mask_lr_end: float = 0.02
+    hidden: tuple[int, ...] | None = None  # sizes of the FNN's hidden layers; none: those of the model's name
+    init_scale: float = 1.0  # of the FNN's weights to begin with, times torch's default; He's for ReLU: 6 ** 0.5
+    units: int = 256  # of the LSTM
+    time_steps: int = 3  # of the LSTM, for what it sees at a time
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("units", "time_steps"):
+            if getattr(self, name) < 1:
+                raise StudyError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if not 0 < self.init_scale < math.inf:
+            raise StudyError(f"init_scale: expected more than 0, got {self.init_scale}")
+        if self.hidden is not None and not all(size >= 1 for size in self.hidden):
+            raise StudyError(f"hidden: expected sizes of 1 or more, got {self.hidden}")
+
+    def net(self, name: str, inputs: int, outputs: int) -> nn.Module:
+        """The net of that name: an LSTM if it begins so, else an FNN."""
+        if name.startswith("LSTM"):
+            return LSTM(inputs, self.units, outputs)
+        hidden = HIDDEN[name] if self.hidden is None else self.hidden
+        return MLP((inputs, *hidden, outputs), init_scale=self.init_scale)
+
+
+def digit_loss(scores: Tensor, digits: Tensor) -> Tensor:
+    """Mean cross-entropy of ``scores [B, K * 10]`` against ``digits [B, K]``."""
+    return F.cross_entropy(scores.reshape(-1, DIGIT), digits.flatten())
+
+
+def predicted_digits(scores: Tensor) -> Tensor:
+    """The most likely digits ``[B, K]`` by ``scores [B, K * 10]``."""
+    return scores.unflatten(-1, (-1, DIGIT)).argmax(-1)

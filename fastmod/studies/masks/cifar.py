@@ -1,0 +1,327 @@
+"""CIFAR-10 under weight masks: which weights of a CNN serve one class alone?
+
+A control mask is learned on all classes, then one mask per class on the images of the nine others. In these the output
+layer keeps the control's mask, or the class would lose its way out; what is missing are feature detectors that no
+other class needs. The change of the confusion matrix shows what that class is taken for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmod.data.cifar import CIFAR10, CLASSES, load_cifar10
+from fastmod.masks import MaskedModel
+from fastmod.models import CNN, ResNet
+from fastmod.optim import Adam
+from fastmod.runs import draw
+from fastmod.runs.config import StudyError
+from fastmod.runs.study import Outcome, Row, Study
+from fastmod.studies.masks import figures, masking
+from fastmod.studies.masks.figures import bar
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ALL = "all"  # the control: no class is removed
+_CERTAIN = 30.0  # a logit that no draw contradicts
+_EVALUATED = 2000  # test images in the course of training; all of them at the end
+_SGD_LR = 0.1  # of the ResNet, to begin with
+_PADDING = 4  # of the random crops
+
+#: The paper's C.7, of 50000 images. Its masks of the ResNet have batches of 256.
+_CNN = {"steps": 20_000, "mask_steps": 20_000, "mask_lr": 1e-3, "beta": 1e-4, "channels": (32, 64, 128, 256)}
+PAPER: Mapping[str, Mapping[str, Any]] = {
+    "CNN": _CNN,
+    "CNN_dropout": _CNN,
+    "ResNet110": {"steps": 64_000, "mask_steps": 30_000, "mask_lr": 0.03, "beta": 2e-5, "depth": 110},
+}
+
+
+@dataclass(frozen=True)
+class MaskCifarConfig(masking.MaskConfig):
+    steps: int = 2400
+    mask_steps: int = 400
+    evaluate_every: int = 200
+    mask_lr: float = 3e-2  # of fewer steps than the paper's, so each is longer
+    beta: float = 5e-4
+    channels: tuple[int, ...] = (16, 32, 64, 128)  # of the CNN's convolutions; the paper's: 32,64,128,256
+    depth: int = 110  # of the ResNet
+    removed: tuple[str, ...] = CLASSES  # classes to learn a mask without
+    data: str | None = None  # folder of CIFAR-10; none: FASTMOD_DATA
+    paper: bool = False  # the paper's sizes and steps
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.channels) != 4 or min(self.channels) < 1:
+            raise StudyError(f"channels: expected four sizes of 1 or more, got {self.channels}")
+        if not self.removed or len(set(self.removed)) < len(self.removed) or not set(self.removed) <= set(CLASSES):
+            raise StudyError(f"removed: expected different classes of {', '.join(CLASSES)}, got {self.removed}")
+
+
+@functools.cache
+def _images(root: str | None, environment: str | None) -> CIFAR10:
+    return load_cifar10(root)
+
+
+def _data(config: MaskCifarConfig) -> CIFAR10:
+    return _images(config.data, os.environ.get("FASTMOD_DATA"))
+
+
+class MaskCifarTrial(masking.MaskTrial):
+    config: MaskCifarConfig
+
+    def __init__(self, config: MaskCifarConfig, name: str, seed: int, device: torch.device) -> None:
+        self.tasks = (ALL, *config.removed)
+        data = CIFAR10(*(tensor.to(device) for tensor in _data(config)))
+        self.data = data
+        pixels = data.train_images.transpose(0, 1).flatten(1).float()  # [3, ...]
+        self.mean, self.deviation = pixels.mean(1).view(3, 1, 1), pixels.std(1).view(3, 1, 1).clamp(min=1.0)
+        self.images_of: dict[str | None, Tensor] = {None: torch.arange(len(data.train_labels), device=device)}
+        for task in self.tasks:
+            shown = data.train_labels != (-1 if task == ALL else CLASSES.index(task))
+            self.images_of[task] = shown.nonzero().squeeze(1)
+            if not len(self.images_of[task]):
+                raise StudyError(f"mask-cifar: no training images left without {task}")
+        super().__init__(config, name, seed, device)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        if self.name != "ResNet110":
+            return super().make_optimizer()
+        return torch.optim.SGD(self.model.parameters(), _SGD_LR, 0.9, weight_decay=1e-4)  # unclipped, as He et al.
+
+    @property
+    def lr(self) -> float:
+        if self.name != "ResNet110":
+            return self.config.lr
+        return _SGD_LR / 10 ** sum(self.step >= self.config.steps * part for part in (0.5, 0.75))
+
+    def net(self) -> nn.Module:
+        if self.name == "ResNet110":
+            return ResNet(self.config.depth)
+        return CNN(self.config.channels, dropout=self.name == "CNN_dropout")
+
+    def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Which images ``[chunk, B]``, and for the ResNet where to crop and whether to flip them ``[chunk, B, 3]``."""
+        shape = (self.config.chunk, self.config.batch_of(task))
+        shown = self.images_of[task]
+        index = shown[torch.randint(len(shown), shape, generator=generator, device=self.device)]
+        if self.name != "ResNet110":
+            return (index,)
+        return index, torch.randint(2 * _PADDING + 1, (*shape, 3), generator=generator, device=self.device)
+
+    def loss_of(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        index, *places = batch
+        images = self._scaled(self.data.train_images[index])
+        if places:
+            images = crop_and_flip(images, places[0])
+        return F.cross_entropy(model(images), self.data.train_labels[index])
+
+    def _scaled(self, images: Tensor) -> Tensor:
+        return (images - self.mean) / self.deviation
+
+    # ---- masks
+
+    def mask_options(self) -> dict[str, Any]:
+        return {"mask_bias": True}
+
+    def begin_mask(self, task: str) -> None:
+        """Without a class, the output layer has the control's masks and keeps them."""
+        if task == ALL:
+            return
+        assert self.masked is not None
+        control = self.masks()[ALL]
+        for name, logits in self.masked.named_logits():
+            if name.startswith("output."):
+                with torch.no_grad():
+                    logits.copy_(torch.where(control[name], _CERTAIN, -_CERTAIN))
+                logits.requires_grad_(False)
+
+    def make_mask_optimizer(self, masked: MaskedModel) -> Adam:
+        free = [logits for logits in masked.parameters() if logits.requires_grad]
+        return Adam(free, self.config.mask_lr, max_norm=self.config.clip)
+
+    # ---- measures
+
+    def confusion(self, model: nn.Module) -> Tensor:
+        """Shares ``[10, 10]`` of each true class (rows) that are taken for each class."""
+        count = None if self.finished else _EVALUATED
+        images, labels = self.data.test_images[:count], self.data.test_labels[:count]
+        predictions = torch.cat([model(self._scaled(some)).argmax(-1) for some in images.split(500)])
+        counts = torch.bincount(labels * len(CLASSES) + predictions, minlength=len(CLASSES) ** 2)
+        counts = counts.view(len(CLASSES), -1).double()
+        return counts / counts.sum(1, keepdim=True).clamp(min=1)
+
+    def accuracies(self, model: nn.Module) -> dict[str, float]:
+        """Per class, and their mean as ``all``."""
+        each = self.confusion(model).diagonal()
+        return {ALL: each.mean().item(), **dict(zip(CLASSES, each.tolist(), strict=True))}
+
+    @torch.no_grad()
+    def result(self, last: dict[str, float]) -> dict[str, Any]:
+        """Also ``confusion``: mask -> matrix, and ``images``: how many there were."""
+        found = super().result(last)
+        confusion = {}
+        for task, mask in self.masks().items():
+            assert self.masked is not None
+            with self.masked.using(mask):
+                confusion[task] = self.confusion(self.masked).tolist()
+        return {**found, "confusion": confusion, "images": self.data.described}
+
+
+def crop_and_flip(images: Tensor, places: Tensor) -> Tensor:
+    """``images [B, 3, H, W]`` moved by up to 4 pixels, half of them mirrored, as ``places [B, 3]`` in 0..8 says."""
+    height, width = images.shape[-2:]
+    down = places[:, 0, None] + torch.arange(height, device=images.device)  # [B, H]
+    right = places[:, 1, None] + torch.arange(width, device=images.device)
+    right = torch.where(places[:, 2, None] % 2 == 0, right, right.flip(1))
+    padded = F.pad(images, (_PADDING,) * 4)
+    batch = torch.arange(len(images), device=images.device)[:, None, None]
+    return padded.movedim(1, -1)[batch, down[:, :, None], right[:, None, :]].movedim(-1, 1)
+
+
+# ---- what a mask without a class did
+
+
+def drops(result: Mapping[str, Any], removed: str) -> dict[str, float]:
+    """Class -> accuracy lost, mask without ``removed`` against the control's."""
+    under = result["masked"]
+    return {name: under[ALL][name] - under[removed][name] for name in CLASSES}
+
+
+def relative_drop(result: Mapping[str, Any], removed: str) -> float | None:
+    """Figure 6a: share of its accuracy that the removed class loses."""
+    before = result["masked"][ALL][removed]
+    return drops(result, removed)[removed] / before if before else None
+
+
+def worst_other(result: Mapping[str, Any], removed: str) -> float:
+    """The largest drop of another class."""
+    return max(drop for name, drop in drops(result, removed).items() if name != removed)
+
+
+def removed_classes(result: Mapping[str, Any]) -> list[str]:
+    return [task for task in result["masked"] if task != ALL]
+
+
+def _mean_relative(result: Mapping[str, Any]) -> float | None:
+    found = [drop for name in removed_classes(result) if (drop := relative_drop(result, name)) is not None]
+    return statistics.fmean(found) if found else None
+
+
+def _mean_others(result: Mapping[str, Any]) -> float:
+    """Accuracy lost by classes that were not removed, on average."""
+    return statistics.fmean(
+        drop for removed in removed_classes(result) for name, drop in drops(result, removed).items() if name != removed
+    )
+
+
+def _lose_most(result: Mapping[str, Any]) -> float:
+    names = removed_classes(result)
+    return sum(drops(result, name)[name] > worst_other(result, name) for name in names) / len(names)
+
+
+class MaskCifar(Study):
+    name = "mask-cifar"
+    title = "CIFAR-10 under weight masks: which weights serve one class alone?"
+    paper = "Weight masks, section 5 and C.7, Figures 6, 19, 20 and 21"
+    models = ("CNN", "CNN_dropout", "ResNet110")
+    default_models = ("CNN", "CNN_dropout")
+    default_seeds = "0"
+    defaults = MaskCifarConfig()
+    presets = PAPER
+    quick: ClassVar = {
+        "steps": 200, "mask_steps": 100, "evaluate_every": 100, "removed": ("airplane", "cat"),
+        "channels": (8, 16, 32, 64),
+    }  # fmt: skip
+
+    _DROPS: ClassVar = {
+        "CNN": "30-40 % less than with dropout",
+        "CNN_dropout": "- (as accuracy, 0.4 to 0.6: Figure 19)",
+        "ResNet110": "up to almost 1",
+    }
+
+    def prepare(self, config: MaskCifarConfig) -> None:
+        _data(config)
+
+    def trial(self, config: MaskCifarConfig, model: str, seed: int, device: torch.device) -> MaskCifarTrial:
+        return MaskCifarTrial(self.config_of(config, model), model, seed, device)
+
+    def table(self, outcome: Outcome) -> list[Row]:
+        rows: list[Row] = []
+        for model in outcome.models():
+            lines: list[tuple[str, str, Callable[[dict[str, Any]], float | None]]]
+            config, theirs = self.config_of(outcome.config, model), PAPER[model]
+            first = outcome.of(model)[0]
+            size = f"depth {config.depth}" if model == "ResNet110" else f"channels {_text(config.channels)}"
+            whole = "depth 110" if model == "ResNet110" else f"channels {_text(theirs['channels'])}"
+            note = (
+                f"{size}, {config.steps} + {config.mask_steps} steps a mask, {first.result['images']}; "
+                f"paper: {whole}, {theirs['steps']} + {theirs['mask_steps']} steps, 50000 images"
+            )
+            printed = "0.93" if model == "ResNet110" else "-"
+            lines = [
+                ("test, no mask", printed, lambda r: r["accuracy"][ALL]),
+                ("test, mask of all classes", printed, lambda r: r["masked"][ALL][ALL]),
+                ("removed class: share of its accuracy lost", self._DROPS[model], _mean_relative),
+                ("other classes: accuracy lost", "a small drop", _mean_others),
+                ("removed classes that lose most of all", "1 (Figure 6)", _lose_most),
+            ]
+            for name in removed_classes(first.result):
+                lines.append((f"without {name}: its accuracy lost", "Figure 19", _own_drop(name)))
+                lines.append((f"without {name}: most that another loses", "-", _other_drop(name)))
+            rows += [masking.row(outcome, model, *line, note) for line in lines]
+        return rows
+
+    def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
+        found: figures.Figures = {}
+        names = [name for name in CLASSES if name in outcome.config.removed]
+        relative = {
+            model: [bar(outcome.of(model), _relative_drop_of(name)) for name in names] for model in outcome.models()
+        }
+        if relative:
+            figure = draw.bars(names, relative, "removed class", "share of its accuracy lost")
+            figure.axes[0].tick_params(axis="x", labelrotation=45)
+            found["drops"] = (figure, "Share of its accuracy that a class loses under the mask learned without it.")
+        for model in outcome.models():
+            records = outcome.of(model)
+            changes = {name: _change([record.result for record in records], name) for name in names}
+            found[f"confusion_{model}"] = (
+                figures.confusion_difference(changes, CLASSES),
+                f"{model}: change of the confusion matrix (rows: true class) when the class above is removed.",
+            )
+            found[f"histogram_{model}"] = (
+                figures.probabilities(records),
+                f"{model}: how sure the masks are of what they keep.",
+            )
+        return found
+
+
+def _relative_drop_of(name: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda result: relative_drop(result, name)
+
+
+def _own_drop(name: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda result: drops(result, name)[name]
+
+
+def _other_drop(name: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda result: worst_other(result, name)
+
+
+def _change(results: Sequence[Mapping[str, Any]], removed: str) -> list[list[float]]:
+    """Confusion without the class minus the control's, ``[10, 10]``, the mean over trials."""
+    changes = [torch.tensor(r["confusion"][removed]) - torch.tensor(r["confusion"][ALL]) for r in results]
+    return torch.stack(changes).mean(0).tolist()
+
+
+def _text(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))

@@ -1,0 +1,375 @@
+"""Trials that train a net, freeze it, and then learn which of its weights each task needs.
+
+Stages: ``full`` (the plain net on the whole problem), then one per task, each with fresh mask logits and a new Adam on
+the frozen net. The stage follows from the step; masks that are done are kept as bits in ``extra``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastmod import masks as weight_masks
+from fastmod.masks import MaskedModel
+from fastmod.masks.files import pack, unpack
+from fastmod.optim import Adam
+from fastmod.runs.config import Config, StudyError
+from fastmod.runs.study import Outcome, Record, Row
+from fastmod.runs.trial import Trial
+
+Masks = dict[str, Tensor]  # name of a parameter -> bool, of its shape
+
+BINS = 20  # of the histogram of mask probabilities
+
+
+@dataclass(frozen=True)
+class MaskConfig(Config):
+    """``steps``: of the full training; ``mask_steps``: of every mask. Defaults: the paper's C.1 and C.3."""
+
+    steps: int = 20_000
+    lr: float = 1e-3
+    lr_end: float = 1.0  # share of lr left at the end of the full training; it falls in the second half
+    clip: float = 1.0
+    evaluate_every: int = 1000
+    mask_steps: int = 20_000
+    mask_batch: int | None = None  # examples a step of a mask's training; none: batch
+    mask_lr: float = 1e-2
+    mask_lr_end: float = 1.0  # share of mask_lr left at the end of a mask's training; it falls in the second half
+    beta: float = 1e-4  # the loss gets beta / batch * sum of the logits
+    samples: int = 4  # masks per batch
+    mask_init: float = 2.0  # logits to begin with: kept with probability 0.88
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.mask_steps < 2**31 or self.mask_steps % self.chunk:
+            raise StudyError(f"mask_steps: expected a multiple of chunk = {self.chunk}, got {self.mask_steps}")
+        if not self.mask_lr > 0:
+            raise StudyError(f"mask_lr: expected more than 0, got {self.mask_lr}")
+        for name in ("lr_end", "mask_lr_end"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise StudyError(f"{name}: expected a share, got {getattr(self, name)}")
+        if not 0 <= self.beta < math.inf:
+            raise StudyError(f"beta: expected 0 or more, got {self.beta}")
+        if not math.isfinite(self.mask_init):
+            raise StudyError(f"mask_init: expected a finite number, got {self.mask_init}")
+        masked = "batch" if self.mask_batch is None else "mask_batch"
+        batch = getattr(self, masked)
+        if self.samples < 1 or batch < 1 or batch % self.samples:
+            raise StudyError(f"{masked}: expected a multiple of samples = {self.samples}, got {batch}")
+
+    def training(self) -> str:
+        """Of how many steps and examples, for the notes of a table."""
+        net, mask = f"{self.steps:,} steps of {self.batch}", f"{self.mask_steps:,} a mask"
+        return f"{net} + {mask}" if self.mask_batch is None else f"{net} + {mask} of {self.mask_batch}"
+
+    def batch_of(self, task: str | None) -> int:
+        """Examples a step in the stage of a task, or in the full training for None."""
+        return self.batch if task is None or self.mask_batch is None else self.mask_batch
+
+
+class MaskTrial(Trial):
+    """Subclasses say what the net is, what the tasks are, and how to draw, to lose and to measure.
+
+    ``model`` is the plain net in every stage; ``masked`` is its MaskedModel, from the first mask's stage on. ``extra``:
+    ``stage`` (which one model and optimiser are set up for), ``masks`` (task -> parameter -> packed bits) and
+    ``histograms`` (task -> counts) of the stages that are over.
+    """
+
+    config: MaskConfig
+    tasks: Sequence[str]
+
+    def __init__(self, config: MaskConfig, name: str, seed: int, device: torch.device) -> None:
+        self.config, self.name, self.seed, self.device = config, name, seed, device  # net() may look at them
+        super().__init__(config, name, self.net(), seed, device)
+        self.masked: MaskedModel | None = None
+        self.extra = {"stage": 0, "masks": {}, "histograms": {}}
+        if self.stages[0] is not None:
+            self._set_up(0)
+
+    # ---- what a study's trial says
+
+    @abstractmethod
+    def net(self) -> nn.Module:
+        """The plain net, freshly initialised."""
+
+    @abstractmethod
+    def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Data of the next ``chunk`` steps, each tensor ``[chunk, batch, ...]``; of the whole problem for None."""
+
+    @abstractmethod
+    def loss_of(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        """Scalar loss of one step; ``model`` is the plain net or the masked one."""
+
+    @abstractmethod
+    def accuracies(self, model: nn.Module) -> dict[str, float]:
+        """Task -> accuracy; called without gradients, in eval mode."""
+
+    def mask_options(self) -> dict[str, Any]:
+        """More arguments of MaskedModel, such as ``mask_bias``."""
+        return {}
+
+    def begin_mask(self, task: str) -> None:
+        """After the fresh logits of a task were made: where some of them may be set or fixed. Called anew on resuming,
+        before the logits are loaded."""
+
+    def make_mask_optimizer(self, masked: MaskedModel) -> torch.optim.Optimizer:
+        """Of a task's fresh logits; ``make_optimizer`` is the one of the full training."""
+        return Adam(masked.parameters(), self.config.mask_lr, max_norm=self.config.clip)
+
+    def references(self) -> dict[str, list[str]]:
+        """Task -> the tasks whose weights together it is compared with, to tell what it shares."""
+        return {task: [other for other in self.tasks if other != task] for task in self.tasks}
+
+    # ---- stages
+
+    @property
+    def stages(self) -> tuple[str | None, ...]:
+        """A task each, None for the full training."""
+        return (None, *self.tasks)
+
+    def steps_of(self, task: str | None) -> int:
+        return self.config.steps if task is None else self.config.mask_steps
+
+    @property
+    def steps(self) -> int:
+        return sum(map(self.steps_of, self.stages))
+
+    @property
+    def task(self) -> str | None:
+        """The task of the stage that is set up."""
+        return self.stages[self.extra["stage"]]
+
+    def stage_at(self, step: int) -> int:
+        """Number of the stage that this step is in; the last one for the end."""
+        ends = accumulate(map(self.steps_of, self.stages))
+        return min(sum(step >= end for end in ends), len(self.stages) - 1)
+
+    def chunk(self) -> Tensor:
+        # Here and not after an evaluation: stages may end where nothing is evaluated.
+        while self.extra["stage"] < self.stage_at(self.step):
+            self._keep_mask()
+            self.extra["stage"] += 1
+            self.next_stage()
+            self._set_up(self.extra["stage"])
+        self.set_rates()
+        return super().chunk()
+
+    def set_rates(self) -> None:
+        """The learning rates of the next chunk."""
+        groups = self.optimizer.param_groups
+        if self.task is None:
+            for group in groups:
+                group["lr"] = self.lr * self.share_left(self.config.lr_end)
+            return
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate * self.share_left(self.config.mask_lr_end)
+
+    @property
+    def lr(self) -> float:
+        """Of the full training, before it falls."""
+        return self.config.lr
+
+    def share_left(self, end: float) -> float:
+        """Of a learning rate that falls to the share ``end`` in the second half of a stage."""
+        stage = self.extra["stage"]
+        done = self.step - sum(map(self.steps_of, self.stages[:stage]))
+        left = min(1.0, 2 * (1 - done / self.steps_of(self.stages[stage])))
+        return end * (1 - left) + left
+
+    def next_stage(self) -> None:
+        """Between two stages, the last one's mask being kept: where weights may change."""
+
+    def _set_up(self, stage: int) -> None:
+        task = self.stages[stage]
+        assert task is not None, "the full training comes first"
+        config = self.config
+        self.masked = MaskedModel(self.model, samples=config.samples, init=config.mask_init, **self.mask_options())
+        self.masked.to(self.device)
+        self.begin_mask(task)
+        self.optimizer = self.make_mask_optimizer(self.masked)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _keep_mask(self) -> None:
+        if self.task is not None:
+            assert self.masked is not None
+            self.extra["masks"][self.task] = {name: pack(mask) for name, mask in self.masked.hard_masks().items()}
+            self.extra["histograms"][self.task] = histogram(self.masked)
+
+    def masks(self) -> dict[str, Masks]:
+        """Task -> its mask, of the stages that are over."""
+        shapes = {name: list(parameter.shape) for name, parameter in self.model.named_parameters()}
+        return {
+            task: {name: unpack(bits, shapes[name]).to(self.device) for name, bits in mask.items()}
+            for task, mask in self.extra["masks"].items()
+        }
+
+    # ---- training
+
+    def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        return self.batches_of(self.task, generator)
+
+    def loss(self, *batch: Tensor) -> Tensor:
+        if self.masked is None:
+            return self.loss_of(self.model, *batch)
+        penalty = self.masked.penalty() * (self.beta / self.config.batch_of(self.task))
+        return self.loss_of(self.masked, *batch) + penalty
+
+    @property
+    def beta(self) -> float:
+        return self.config.beta
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        model = self.model if self.masked is None else self.masked
+        self._mode(training=False)
+        try:
+            found = self.evaluate()
+        finally:
+            self._mode(training=True)
+        if isinstance(model, MaskedModel):
+            kept = model.hard_masks().values()
+            found["kept"] = sum(int(mask.sum()) for mask in kept) / sum(mask.numel() for mask in kept)
+        return found
+
+    def evaluate(self) -> dict[str, float]:
+        accuracies = self.accuracies(self.model if self.masked is None else self.masked)
+        return {"stage": float(self.extra["stage"])} | {f"accuracy_{task}": a for task, a in accuracies.items()}
+
+    def _mode(self, *, training: bool) -> None:
+        self.model.train(training)
+        if self.masked is not None:
+            self.masked.train(training)
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"logits": None if self.masked is None else self.masked.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        stage, logits = state["extra"]["stage"], state["logits"]
+        self.extra = state["extra"]  # begin_mask may look at the masks of earlier tasks
+        if self.stages[stage] is not None:
+            self._set_up(stage)
+        super().load_state(state)
+        if self.masked is not None:
+            try:
+                self.masked.load_state_dict(logits)
+            except (RuntimeError, TypeError) as error:
+                raise StudyError(f"the checkpoint does not fit the masks: {str(error).splitlines()[0]}") from None
+
+    # ---- results
+
+    @torch.no_grad()
+    def result(self, last: dict[str, float]) -> dict[str, Any]:
+        """What tables and figures need; see the keys of the last lines. Every number of weights has one entry per
+        parameter and a ``total``."""
+        self._keep_mask()
+        self._mode(training=False)
+        masks = self.masks()
+        some = next(iter(masks.values()))
+        return {
+            "accuracy": self.accuracies(self.model),
+            "masked": {task: self._under(mask) for task, mask in masks.items()},
+            "inverted": {task: self._under(weight_masks.inverted(mask)) for task, mask in masks.items()},
+            "weights": _with_total({name: mask.numel() for name, mask in some.items()}),
+            "kept": {
+                task: _with_total({name: int(part.sum()) for name, part in mask.items()})
+                for task, mask in masks.items()
+            },
+            "sharing": {
+                task: _shares(weight_masks.sharing(masks[task], weight_masks.union(*(masks[o] for o in others))))
+                for task, others in self.references().items()
+                if others
+            },
+            "histogram": dict(self.extra["histograms"]),
+        }
+
+    def _under(self, mask: Masks) -> dict[str, float]:
+        assert self.masked is not None
+        with self.masked.using(mask):
+            return self.accuracies(self.masked)
+
+
+def _shares(found: Mapping[str, Any]) -> dict[str, float | None]:
+    """As JSON has them: None where no weight of a layer is kept, so that there is no share."""
+    return {name: None if math.isnan(share) else float(share) for name, share in found.items()}
+
+
+def _with_total(counts: dict[str, int]) -> dict[str, int]:
+    return {**counts, "total": sum(counts.values())}
+
+
+def histogram(masked: MaskedModel) -> list[int]:
+    """How many weights are kept with a probability in each of ``BINS`` equal parts of 0..1."""
+    probabilities = torch.cat([logits.detach().flatten().sigmoid().cpu() for logits in masked.parameters()])
+    return [int(count) for count in torch.histc(probabilities, BINS, 0, 1)]
+
+
+# ---- rows of tables
+
+
+def row(
+    outcome: Outcome,
+    model: str,
+    name: str,
+    paper: str,
+    pick: Callable[[dict[str, Any]], float | None],
+    note: str = "",
+) -> Row:
+    """Ours is what ``pick`` finds in the result of every trial of the model; None does not count."""
+    records = outcome.of(model)
+    values = [value for record in records if (value := pick(record.result)) is not None]
+    steps = max((record.steps for record in records), default=0)
+    return Row(f"{model}, {name}", paper, values, steps, sum(record.seconds for record in records) / 60, note)
+
+
+def layer_names(record: Record) -> list[str]:
+    """The masked parameters in the order of the net."""
+    return [name for name in record.result["weights"] if name != "total"]
+
+
+def size_note(outcome: Outcome, model: str, paper: str) -> str:
+    """What was run, beside what the paper ran."""
+    weights, config = outcome.of(model)[0].result["weights"]["total"], outcome.config
+    ours = f"{weights:,} masked weights, {config.steps:,} steps + {config.mask_steps:,} a mask"
+    return f"{ours}; paper: {paper}, 20,000 + 20,000"
+
+
+def accuracy_rows(outcome: Outcome, model: str, tasks: Sequence[str], note: str = "") -> list[Row]:
+    """Per task: without a mask, under its own, under the other tasks' masks, and under all of them inverted."""
+    rows = []
+    for task in tasks:
+        enough = ">= 95 % of no mask (C.2)"
+        rows.append(row(outcome, model, f"{task}, no mask", "nearly perfect", picker("accuracy", task), note))
+        for mask in sorted(tasks, key=lambda mask: mask != task):
+            paper = enough if mask == task else "-"
+            rows.append(row(outcome, model, f"{task}, mask of {mask}", paper, picker("masked", mask, task), note))
+        for mask in tasks:
+            name = f"{task}, inverted mask of {mask}"
+            rows.append(row(outcome, model, name, "-", picker("inverted", mask, task), note))
+    return rows
+
+
+def sharing_rows(outcome: Outcome, model: str, task: str, paper: str, note: str = "", *, only: str = "") -> list[Row]:
+    """Per layer and in total, the share of the task's weights that other tasks keep too; ``only``: how names end."""
+    names = [*(name for name in layer_names(outcome.of(model)[0]) if name.endswith(only)), "total"]
+    return [row(outcome, model, f"{task}, shared in {n}", paper, picker("sharing", task, n), note) for n in names]
+
+
+def picker(*path: str) -> Callable[[dict[str, Any]], float | None]:
+    """Follows keys into a result."""
+
+    def pick(result: dict[str, Any]) -> float | None:
+        found: Any = result
+        for key in path:
+            found = found[key]
+        return found
+
+    return pick

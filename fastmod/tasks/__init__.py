@@ -1,0 +1,1 @@
+"""Data that are made rather than read; readers of data sets are in ``fastmod.data``."""

@@ -1,0 +1,25 @@
+"""Output on any terminal: what its encoding has no bytes for is spelt in ASCII and does not end the program."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import sys
+
+_SPELT = {"±": "+-", "…": "~", "¬": "not "}
+
+
+def be_lenient() -> None:
+    """For the streams of this process: rich draws tables in ASCII where it must, not the words in them, and marks
+    what it cuts off with a character of its own."""
+    codecs.register_error("fastmod", _spell)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="fastmod")
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    characters = error.object[error.start : error.end]
+    return "".join(_SPELT.get(c) or c.encode("ascii", "backslashreplace").decode() for c in characters), error.end

@@ -1,0 +1,1 @@
+"""What is installed, and what works with less."""

@@ -1,0 +1,1 @@
+"""Masks over whole models."""

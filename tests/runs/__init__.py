@@ -1,0 +1,1 @@
+"""The engine of the studies, and what a run shows and leaves."""

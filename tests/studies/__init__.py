@@ -1,0 +1,1 @@
+"""The studies themselves, and how others join."""
