@@ -50,13 +50,16 @@ def compiled(source: Path, target: Target, cubin: Path) -> tuple[dict[str, resou
 
 def readable(symbol: str) -> tuple[str, list[str | int]]:
     """Name and template arguments of a mangled kernel of ours: c++filt is not on every machine."""
-    # The compiler mixes the file into the name of the unnamed namespace; the kernel's own name is the last one.
-    for start in re.finditer(r"(?=(\d+))", symbol):
-        begin = start.start() + len(start[1])
-        name, rest = symbol[begin : begin + int(start[1])], symbol[begin + int(start[1]) :]
-        if name.endswith("_kernel") and re.fullmatch(r"[A-Za-z]\w*", name):
-            return name, list(_arguments(rest[1:])) if rest.startswith("I") else []
-    return symbol, []
+    # Names stand in a row, each behind its length; the kernel's own is the last. Reading the lengths in turn is what keeps
+    # digits inside a name (nvcc mixes hashes and a process number into the unnamed namespace) from passing for one.
+    opening = re.match(r"_ZN?", symbol)
+    name, rest = "", symbol[opening.end() :] if opening else ""
+    while length := re.match(r"\d+", rest):
+        end = length.end() + int(length[0])
+        name, rest = rest[length.end() : end], rest[end:]
+    if not name.endswith("_kernel"):
+        return symbol, []
+    return name, list(_arguments(rest[1:])) if rest.startswith("I") else []
 
 
 def _arguments(text: str) -> Iterator[str | int]:
