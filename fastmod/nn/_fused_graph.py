@@ -10,66 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrize
 
 from fastmod.nn import _fused_calls
-from fastmod.nn.basic_block import BasicBlock
+from fastmod.nn._fused_trace import has_own_ways, hooked, trace
 
 RELUS = (F.relu, torch.relu, torch.relu_, F.relu_)
 ADDS = (operator.add, torch.add)
 ADDS_IN_PLACE = (operator.iadd,)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-#: ``program(model, *args, **kwargs)`` in place of ``type(model).forward``.
+#: ``program(model, *required arguments)`` in place of ``type(model).forward``.
 Program = Callable[..., Any]
-
-
-def hooked(module: nn.Module) -> bool:
-    return any(module.__dict__.get(name) for name in HOOKS)
-
-
-class Proxy(fx.Proxy):
-    """torch.fx records ``x += y`` as ``x + y``, which a second name of x would not see."""
-
-
-def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
-    setattr(Proxy, f"__i{_name}__", _recorded(getattr(operator, f"__i{_name}__")))
-
-
-class Tracer(fx.Tracer):
-    """Goes into modules, but not into those that do something besides their forward or bring one of their own."""
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return Proxy(node, self)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return _has_own_ways(m) or _is_ours(m) or super().is_leaf_module(m, module_qualified_name)
-
-
-def trace(model: nn.Module) -> fx.Graph:
-    before = set(model.__dict__)
-    try:
-        graph = Tracer().trace(model)
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"model: torch.fx cannot trace the forward of {type(model).__name__} ({type(error).__name__}: {reason}); "
-            "call fuse_batch_norm_ on the parts of it that have no control flow by tensors"
-        ) from error
-    finally:
-        made = [name for name in set(model.__dict__) - before if name.startswith("_tensor_constant")]
-        for name in made:
-            delattr(model, name)
-    if made:
-        raise ValueError(
-            f"model: the forward of {type(model).__name__} makes tensors that are no result of its inputs, which a "
-            "trace would keep as they are now; register them as buffers"
-        )
-    return graph
 
 
 class Rewriter:
@@ -101,7 +51,7 @@ class Rewriter:
         norm = self.model.get_submodule(str(node.target))
         if type(norm) is not nn.BatchNorm2d:
             return f"is a {type(norm).__name__}, not a BatchNorm2d"
-        if _has_own_ways(norm):
+        if has_own_ways(norm):
             return "has hooks or parametrisations"
         conv = node.args[0] if len(node.args) == 1 and not node.kwargs else None
         module = self._module(conv) if isinstance(conv, fx.Node) else None
@@ -253,7 +203,7 @@ class Rewriter:
 
 def unfit(conv: nn.Conv2d) -> str | None:
     """Why norm_conv cannot serve it."""
-    if type(conv) is not nn.Conv2d or _has_own_ways(conv):
+    if type(conv) is not nn.Conv2d or has_own_ways(conv):
         return "is a subclass of Conv2d, or has hooks or parametrisations"
     size = conv.kernel_size[0]
     if conv.kernel_size not in ((1, 1), (3, 3)):
@@ -268,16 +218,6 @@ def unfit(conv: nn.Conv2d) -> str | None:
     if conv.groups != 1 and not conv.groups == conv.in_channels == conv.out_channels:
         return f"has {conv.groups} groups"
     return None
-
-
-def _is_ours(module: nn.Module) -> bool:
-    """Layers over ops, which look at real tensors; a basic block is an ordinary module."""
-    place = type(module).__module__
-    return place.startswith(("fastmod.nn.", "fastmod.masks.")) and place != BasicBlock.__module__
-
-
-def _has_own_ways(module: nn.Module) -> bool:
-    return hooked(module) or parametrize.is_parametrized(module) or "forward" in module.__dict__
 
 
 def _names_a_dtype(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastmod.nn._fused_graph import Program, Rewriter, hooked
+from fastmod.nn._fused_graph import Program, Rewriter
+from fastmod.nn._fused_trace import hooked, required
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,18 +42,20 @@ def fuse_batch_norm_(model: nn.Module) -> Fusion:
     state_dict, train and eval mode and all results stay as they were, gradients and running statistics too.
 
     The forward is traced by torch.fx: what it decides by Python values stays decided, save for modes, hooks and
-    modules, which are looked at in every call. A model that cannot be traced is refused, and left as it was. Copies and
-    pickles are fused as well; :func:`unfuse_batch_norm_` undoes it. ``nn.DataParallel`` does not work with it.
+    modules, which are looked at in every call. A call that gives an argument which has a default runs as before. A
+    model that cannot be traced, or of whose forward a trace would leave something out, is refused and left as it was.
+    Copies and pickles are fused as well; :func:`unfuse_batch_norm_` undoes it. ``nn.DataParallel`` does not work with
+    it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
     unfuse_batch_norm_(model)
-    forward = FusedForward(model)
     with _mode(model, True):
         rewriter = Rewriter(model)
         any_fused = rewriter.rewrite()
         report = Fusion(rewriter.fused, rewriter.report_left())
     if any_fused:
+        forward = FusedForward(model)
         for training in (True, False):
             with _mode(model, training):
                 forward.by_mode[training] = forward._program()
@@ -73,9 +77,16 @@ class FusedForward:
         #: For torch.compile, which cannot trace by torch.fx on the way: when all modules have the mode of the model.
         self.by_mode: dict[bool, Program] = {}
         self._known: list[tuple[list[Any], Program]] = []
+        self._required = len(required(type(model).forward))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._program()(self.model, *args, **kwargs)
+        plain = type(self.model).forward
+        if kwargs or len(args) != self._required:
+            bound = inspect.signature(plain).bind(self.model, *args, **kwargs)
+            args = tuple(bound.arguments.values())[1 : 1 + self._required]
+            if len(bound.arguments) != 1 + self._required:
+                return plain(*bound.args, **bound.kwargs)  # traced was a call with nothing but required arguments
+        return self._program()(self.model, *args)
 
     def _program(self) -> Program:
         if torch.compiler.is_compiling():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -387,16 +388,92 @@ class MakesATensor(nn.Sequential):
         return super().forward(x) * torch.tensor(2.0)
 
 
+class Keeps(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class WithoutGradients(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class InFullPrecision(nn.Sequential):
+    @torch.autocast("cpu", enabled=True, dtype=torch.bfloat16)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class SometimesSkips(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand(()).item() < 0.5 else super().forward(x)
+
+
+class SometimesSkipsByPython(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.5 else super().forward(x)
+
+
+class ByKeyword(nn.Sequential):
+    def forward(self, *, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [(ByValue, "model: torch.fx cannot trace the forward of ByValue"), (MakesATensor, "MakesATensor makes tensors")],
+    ("kind", "reason"),
+    [
+        (ByValue, "symbolically traced variables cannot be used as inputs to control flow"),
+        (MakesATensor, "it makes tensors that are no result of its inputs"),
+        (Keeps, "it sets the attribute kept of a Keeps"),
+        (WithoutGradients, "it switches gradients or autocast on or off inside"),
+        (InFullPrecision, "it switches gradients or autocast on or off inside"),
+        (SometimesSkips, "it draws random numbers"),
+        (SometimesSkipsByPython, "it draws random numbers"),
+        (ByKeyword, "its argument x is given by keyword only"),
+    ],
 )
-def test_untraceable(kind: type[nn.Sequential], message: str) -> None:
+def test_untraceable(kind: type[nn.Sequential], reason: str) -> None:
+    """A trace would do something else than the model: refused in one sentence, and the model left as it was."""
     net = kind(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
     before = dict(net.__dict__)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"model: torch.fx cannot trace the forward of {kind.__name__} .*{reason}"):
         fuse_batch_norm_(net)
     assert net.__dict__ == before and net.training
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *rest: Tensor, negate: bool = False) -> Tensor:
+        y = self.norm(self.conv(x))
+        y = y + 1 if mask is None else y * mask
+        for other in rest:
+            y = y + other
+        return -y if negate else y
+
+
+def test_arguments_with_defaults(backend: str) -> None:
+    plain = Optional().double()
+    fused = copy.deepcopy(plain)
+    fuse_batch_norm_(fused)
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    calls: list[tuple[tuple[Tensor | None, ...], dict[str, object]]] = [
+        ((x,), {}),
+        ((), {"x": x}),
+        ((x, x), {}),
+        ((x,), {"mask": x, "negate": True}),
+        ((x, None), {"negate": True}),
+        ((x, x, x, x), {}),
+    ]
+    for args, kwargs in calls:
+        torch.testing.assert_close(fused(*args, **kwargs), plain(*args, **kwargs), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(fused.norm.running_var, plain.norm.running_var)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        fused()
 
 
 def test_not_a_model() -> None:
