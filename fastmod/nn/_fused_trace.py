@@ -15,11 +15,12 @@ from torch.nn.utils import parametrize
 
 from fastmod.nn.basic_block import BasicBlock
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def hooked(module: nn.Module) -> bool:
-    return any(module.__dict__.get(name) for name in HOOKS)
+    own = module.__dict__
+    return bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    )
 
 
 def has_own_ways(module: nn.Module) -> bool:

@@ -121,9 +121,17 @@ class FusedForward:
 def _state(model: nn.Module) -> list[Any]:
     """All that decides about the trace: which modules there are, their modes, and whether they have hooks."""
     state: list[Any] = []
-    for module in model.modules():
-        state += (module, module.training, hooked(module))
+    _append_state(model, state)
     return state
+
+
+def _append_state(module: nn.Module, state: list[Any]) -> None:
+    """By the dictionaries, several times as fast as ``modules()`` and attributes: this runs in every forward."""
+    own = module.__dict__
+    state += (module, own["training"], hooked(module))
+    for child in own["_modules"].values():
+        if child is not None:
+            _append_state(child, state)
 
 
 @contextlib.contextmanager

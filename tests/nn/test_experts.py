@@ -29,6 +29,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Images of a few pixels: a second thread would only be waited for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class NamedAsInTorchvision(nn.Module):
     """A basic block by other names, its shortcut in a Sequential."""
 
@@ -344,6 +353,7 @@ def test_a_frozen_norm_in_training(backend: str) -> None:
 
 
 def test_deterministic(backend: str) -> None:
+    torch.set_num_threads(2)
     mixture = ExpertMixture(3, 4, 2, 1)
     x = torch.randn(4, 3, 9, 7)
 
