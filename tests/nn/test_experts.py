@@ -387,6 +387,14 @@ def test_survives(backend: str) -> None:
     torch.testing.assert_close(mixture(strided), mixture(strided.contiguous()))
 
 
+def test_the_output_may_be_written_in_place(backend: str) -> None:
+    mixture = ExpertMixture(3, 4, 2, 1).double()
+    x = images(2, 3, 5, 5)
+    expected = torch.autograd.grad((mixture(x) * 2 + 1).square().sum(), list(mixture.parameters()))
+    found = torch.autograd.grad(mixture(x).mul_(2).add_(1).square().sum(), list(mixture.parameters()))
+    torch.testing.assert_close(found, expected)
+
+
 def test_empty_batch(backend: str) -> None:
     mixture = ExpertMixture(3, 4, 2, 1, stride=2)
     before = copy.deepcopy(mixture.experts.blocks[0].norm1.running_var)
