@@ -273,6 +273,9 @@ def test_hooks_modes_and_modules_are_looked_at_in_every_call(backend: str) -> No
     for net in (plain, fused):  # one batch norm frozen
         net.layers[1].bn1.eval()
     assert_same(plain, fused, x)
+    for net in (plain, fused):  # one keeps its statistics from now on, though it trains
+        net.layers[0].bn1.track_running_stats = False
+    assert_same(plain, fused, x)
     seen: dict[nn.Module, list[Tensor]] = {}
     for net in (plain, fused):  # hooks on a block that was traced through, and on layers that were fused
         layers = net.layers
