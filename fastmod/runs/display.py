@@ -95,6 +95,6 @@ def table(title: str, rows: list[Row], *, ascii_only: bool = False) -> Table:
     for column in shown.columns[1:]:
         column.justify = "right"
     for row in rows:
-        figures = (str(len(row.values)), f"{row.steps:,}", f"{row.minutes:.1f}")
+        figures = (str(row.trials), f"{row.steps:,}", f"{row.minutes:.1f}")
         shown.add_row(row.name, spelt(row.paper), spelt(row.ours), *figures)
     return shown

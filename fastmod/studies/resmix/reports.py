@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 Figures = dict[str, tuple[Any, str]]  # file stem -> (figure, caption)
 
 
-def row(name: str, paper: str, records: Sequence[Record], values: Sequence[float], note: str = "") -> Row:
-    steps = max((record.steps for record in records), default=0)
-    return Row(name, paper, list(values), steps, sum(record.seconds for record in records) / 60, note)
+def row(name: str, paper: str, records: Sequence[Record], values: Sequence[float], note: str) -> Row:
+    steps = max(record.steps for record in records)
+    minutes = sum(record.seconds for record in records) / 60
+    return Row(name, paper, list(values), steps, minutes, note, len(records))
 
 
 def with_deviation(
@@ -48,7 +49,7 @@ def error_rows(outcome: Outcome, printed: Mapping[str, tuple[str, str, str]], pa
 
 
 def epochs(records: Sequence[Record]) -> str:
-    return f"{max(record.result['epochs'] for record in records):g}"
+    return f"{max(record.result['epoch'] for record in records):g}"
 
 
 def figures(outcome: Outcome, captions: Mapping[str, str]) -> Figures:

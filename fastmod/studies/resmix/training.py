@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -114,7 +114,7 @@ class ResMixTrial(Trial):
     @property
     def lr(self) -> float:
         """Of the next chunk."""
-        return self.rate / 10 ** sum(self.step >= self.steps * share for share in self.config.decays)
+        return self.rate / 10 ** sum(self.step >= round(self.steps * share) for share in self.config.decays)
 
     def chunk(self) -> Tensor:
         for group in self.optimizer.param_groups:
@@ -130,9 +130,7 @@ class ResMixTrial(Trial):
         """Which images ``[chunk, B]``, and what :meth:`moves` says of them."""
         epoch, done = divmod(self.step, self.per_epoch)
         every = self.config.evaluate_every or self.per_epoch
-        count = min(
-            self.config.chunk, self.per_epoch - done, self.steps - self.step, every - self.step % every
-        )  # fmt: skip
+        count = min(self.config.chunk, self.per_epoch - done, self.steps - self.step, every - self.step % every)
         batch = self.config.batch
         order = torch.randperm(
             len(self.parts["train"].labels), generator=self.generator("epoch", epoch), device=self.device
@@ -187,7 +185,7 @@ class ResMixTrial(Trial):
         module -> group -> mean weight of each expert."""
         self.model.eval()
         loss, error = self.measure("test")
-        found: dict[str, Any] = {**last, "test_loss": loss, "error_test": error, "epochs": self.step / self.per_epoch}
+        found: dict[str, Any] = {**last, "test_loss": loss, "error_test": error}
         if nets.modular(self.name):
             found["gates"] = self.gates()
         self.model.train()
@@ -205,5 +203,5 @@ class ResMixTrial(Trial):
         return found
 
 
-def _clip(parameters: list[Tensor], norm: float) -> None:
+def _clip(parameters: Sequence[Tensor], norm: float) -> None:
     torch.nn.utils.clip_grad_norm_(parameters, norm)
