@@ -13,6 +13,8 @@ namespace FASTMOD_ISA {
 #include "sample_mask_kernel.h"
 #include "masked_linear_kernel.h"
 #include "mfnnr_kernel.h"
+#include "norm_conv_kernel.h"
+#include "norm_sum_kernel.h"
 
 template <typename T>
 constexpr KernelTable<T> make_table() {
@@ -37,6 +39,12 @@ constexpr KernelTable<T> make_table() {
       .mfnnr_forward = mfnnr_forward<T>,
       .mfnnr_backward = mfnnr_backward<T>,
       .mfnnr_weight_grad = mfnnr_weight_grad<T>,
+      .lanes = kLanes<T>,
+      .norm_conv_scratch = norm_conv_scratch<T>,
+      .norm_conv_forward = norm_conv_forward<T>,
+      .norm_conv_backward = norm_conv_backward<T>,
+      .norm_sum_forward = norm_sum_forward<T>,
+      .norm_sum_backward = norm_sum_backward<T>,
   };
 }
 
