@@ -401,15 +401,7 @@ def command(study: str, folder: Path, *more: object) -> list[object]:
     return found
 
 
-@pytest.fixture
-def _kernels() -> Iterator[None]:
-    """Until the CPU has kernels for the ops of these nets."""
-    there = torch._C._dispatch_has_kernel_for_dispatch_key("fastmod::norm_conv_forward", "CPU")
-    with fastmod.use_backend("auto" if there else "reference"):
-        yield
-
-
-@pytest.mark.usefixtures("_kernels")
+@pytest.mark.slow
 @pytest.mark.parametrize("study", STUDIES)
 def test_quick_runs_of_the_real_nets(tmp_path: Path, study: str) -> None:
     first = registry.get(study).models[0]
@@ -434,6 +426,29 @@ def test_quick_runs_of_the_real_nets(tmp_path: Path, study: str) -> None:
     drawn = {file.name for file in (tmp_path / "run" / "figures").iterdir()}
     assert {f"gates_{first}-s0.png", f"gates_{first}-s1.png", "train_loss.png"} <= drawn
     assert any(row["name"].endswith("deviation over seeds") and row["trials"] == 2 for row in found["table"])
+
+
+@pytest.mark.parametrize("model", ["ResMixNet_4_1", "ResNet26"])
+def test_a_checkpoint_holds_all_of_a_real_net(tmp_path: Path, model: str) -> None:
+    def known(trial: ResMixTrial) -> str:
+        return checkpoint.digest({**trial.state(), "seconds": 0.0})
+
+    def begin() -> ResMixTrial:
+        return trial_of("resmix-pentomino", tmp_path, model, batch=3, epochs=1, steps=4, chunk=2)
+
+    trial = begin()
+    trial.chunk()
+    checkpoint.save(tmp_path / "trial.pt", "", trial.state())
+    halfway = known(trial)
+    trial.chunk()
+    torch.manual_seed(99)
+    again = begin()
+    for parameter in again.model.parameters():
+        parameter.data.zero_()
+    again.load_state(checkpoint.load(tmp_path / "trial.pt", ""))
+    assert known(again) == halfway
+    again.chunk()
+    assert known(again) == known(trial) != halfway
 
 
 @pytest.fixture(scope="module")
