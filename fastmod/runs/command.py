@@ -211,6 +211,8 @@ def _device(name: str | None) -> str:
 
 def _list() -> Table:
     table = Table("study", "what it asks", "paper", "models", "steps")
+    study_column, *_, models_column, _ = table.columns
+    study_column.no_wrap, models_column.overflow = True, "fold"  # a name that is cut off cannot be typed
     for name in registry.names():
         try:
             study = registry.get(name)

@@ -87,7 +87,7 @@ class ResMixCifar(Study):
     default_models = ("ResMixNet_3_5", "ResNet50")
     default_seeds = "0"
     defaults = ResMixCifarConfig()
-    quick: ClassVar = {"steps": 20, "chunk": 10}
+    quick: ClassVar = {"steps": 20}
 
     #: Test accuracy in percent, one seed; the paper calls ResMixNet(3,5) (5,3), depth first.
     _PRINTED: ClassVar[Mapping[tuple[str, str], str]] = {

@@ -26,6 +26,7 @@ class ResMixConfig(Config):
     batch: int = 64
     lr: float = 0.0  # to begin with; 0: the paper's, by model
     clip: float = math.inf  # the paper clips nothing
+    chunk: int = 10  # steps are long here, and Ctrl-C waits for the last of them
     evaluate_every: int = 0  # steps; 0: an epoch
     epochs: int = 20
     momentum: float = 0.9
