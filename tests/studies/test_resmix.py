@@ -32,6 +32,8 @@ from tests.data.test_data_masks import cifar_folder
 from tests.data.test_image_tasks import coded_digits
 from tests.data.test_photographs import cifar100_folder, svhn_folder
 from tests.helpers.study_commands import Finished, in_process, refused
+from tests.helpers.study_commands import fastmod as fastmod_command
+from tests.helpers.study_hooks import kill, ticks, without_figures
 from tests.helpers.study_runs import outcome
 
 CPU = torch.device("cpu")
@@ -499,6 +501,24 @@ def test_interrupted_and_resumed_to_the_same_bits(
         settings.pop("data", None)  # another folder of the same images
     for part in whole[study]:
         assert got[part] == whole[study][part], part
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    """kill -9 of a process of its own that trains the real nets, after a checkpoint in the middle of an epoch."""
+    args = command(
+        "resmix-pentomino", tmp_path, "--model", "ResMixNet_4_1", "--seeds", "0", "--set", "checkpoint_seconds=1"
+    )
+    hooks = (ticks(), without_figures())
+    assert fastmod_command(*args, "--out", tmp_path / "whole", hooks=hooks).code == 0
+    killed = fastmod_command(*args, "--out", tmp_path / "run", hooks=(*hooks, kill("told ResMixNet_4_1-s0 6")))
+    assert killed.killed, killed.text
+    assert checkpoint.load(tmp_path / "run" / "checkpoints" / "ResMixNet_4_1-s0.pt")["step"] == 3
+    done = fastmod_command("study", "--resume", tmp_path / "run", hooks=hooks)
+    assert done.code == 0, done.text
+    got, expected = outcome(tmp_path / "run"), outcome(tmp_path / "whole")
+    for part in expected:
+        assert got[part] == expected[part], part
 
 
 @pytest.mark.usefixtures("small")
