@@ -131,7 +131,8 @@ struct MaskedLinearUnit {
 template <typename T>
 struct NormConvArgs {
   int64_t batch, experts, cin, cout, high, wide, out_high, out_wide, kernel, stride;
-  bool shared, depthwise, relu;
+  bool shared, depthwise, relu, winograd;
+  int64_t taps() const { return winograd ? 16 : kernel * kernel; }  // matrices of packed weights
   const T *x, *scale, *shift, *gate;  // scale, shift: affine_stride from one expert to the next; may be null, like gate
   int64_t affine_stride;
   const T *weight, *bias;        // packed: see norm_conv_kernel.h; the bias [E, cout] may be null
@@ -185,6 +186,8 @@ struct KernelTable {
   void (*mfnnr_backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
   void (*mfnnr_weight_grad)(const MfnnrArgs<T>&, const WeightGradUnit&, T* scratch);
   int64_t lanes;
+  void (*winograd_weights)(const T* taps, int64_t count, T* out);       // [9, count] -> [16, count]
+  void (*winograd_weight_grads)(const T* grads, int64_t count, T* out);  // and back, as its gradient
   int64_t (*norm_conv_scratch)(const NormConvArgs<T>&);
   void (*norm_conv_forward)(const NormConvArgs<T>&, int64_t image, int64_t expert, T* scratch);
   void (*norm_conv_backward)(const NormConvArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t expert,

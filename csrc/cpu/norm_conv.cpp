@@ -32,6 +32,8 @@ struct Problem {
     args.shared = x_.dim() == 4;
     args.depthwise = depthwise;
     args.relu = relu;
+    // fp64 stands for exactness; with few channels the transforms cost more than they save.
+    args.winograd = sizeof(T) == 4 && args.kernel == 3 && stride == 1 && !depthwise && args.cin >= 8 && args.cout >= 8;
     args.x = x.const_data_ptr<T>();
     const int64_t lanes = table<T>(kernels()).lanes;
     args.columns = (args.cout + lanes - 1) / lanes * lanes;
@@ -99,6 +101,18 @@ Tensor packed_for_input(const Tensor& weight, const Problem<T>& problem) {
   return out;
 }
 
+// [E, 9, matrix] -> [E, 16, matrix] where Winograd's way is taken.
+template <typename T>
+Tensor transformed(const Tensor& taps, const Problem<T>& problem, int64_t matrix) {
+  const auto& args = problem.args;
+  if (!args.winograd) return taps;
+  const Tensor out = empty_wide({args.experts * 16 * matrix}, taps);
+  for (int64_t e = 0; e < args.experts; ++e)
+    table<T>(kernels()).winograd_weights(taps.const_data_ptr<T>() + e * 9 * matrix, matrix,
+                                         out.data_ptr<T>() + e * 16 * matrix);
+  return out;
+}
+
 // From those of the images, which all have `count` values: means of equal weight, then the distances between them.
 template <typename T>
 void combine_stats(const T* means, const T* squares, int64_t images, int64_t channels, double count, T* mean, T* var) {
@@ -128,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tens
     const at::DimVector shape = stats ? at::DimVector{args.experts, args.cout} : at::DimVector{0};
     const Tensor mean = empty_wide(shape, x), var = empty_wide(shape, x);
     if (args.batch == 0) return {in_type(y, x.scalar_type()), mean.zero_(), var.zero_()};
-    const Tensor w = packed(readable(weight), problem), added = bias ? readable(*bias) : Tensor();
+    const Tensor w = transformed(packed(readable(weight), problem), problem, problem.matrix()), added = bias ? readable(*bias) : Tensor();
     const int64_t channels = args.experts * args.cout;
     const Tensor units = stats ? empty_wide({2, args.batch, channels}, x) : Tensor();
     args.weight = w.const_data_ptr<T>();
@@ -148,24 +162,32 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tens
   });
 }
 
-// [parts, E, k, k, cin, columns] -> [E, cout, cin, k, k]
+// [parts, E, taps, cin, columns] -> [E, cout, cin, k, k]
 template <typename T>
 Tensor unpacked_sum(const Tensor& parts, int64_t count, const Tensor& weight, const Problem<T>& problem) {
   const auto& args = problem.args;
   const int64_t taps = problem.taps(), matrix = problem.matrix(), inputs = args.depthwise ? 1 : args.cin;
-  const int64_t size = args.experts * taps * matrix;
+  const int64_t size = args.experts * args.taps() * matrix;
+  T* sums = parts.data_ptr<T>();
+  for_each<T>(args.experts * args.taps(), double(count) * matrix / 4, 0, weight, [&](int64_t index, T*) {
+    T* own = sums + index * matrix;
+    for (int64_t part = 1; part < count; ++part)
+      for (int64_t i = 0; i < matrix; ++i) own[i] += own[part * size + i];
+  });
+  Tensor plain = parts;
+  if (args.winograd) {
+    plain = empty_wide({args.experts * taps * matrix}, weight);
+    for (int64_t e = 0; e < args.experts; ++e)
+      table<T>(kernels()).winograd_weight_grads(sums + e * 16 * matrix, matrix, plain.data_ptr<T>() + e * taps * matrix);
+  }
   const Tensor out = empty_wide(weight.sizes(), weight);
-  const T* from = parts.const_data_ptr<T>();
+  const T* from = plain.const_data_ptr<T>();
   T* to = out.data_ptr<T>();
-  for_each<T>(args.experts * taps, 2.0 * count * matrix, args.columns, weight, [&](int64_t index, T* sums) {
+  for_each<T>(args.experts * taps, 4.0 * matrix, 0, weight, [&](int64_t index, T*) {
     T* w = to + index / taps * args.cout * inputs * taps + index % taps;
-    for (int64_t i = 0; i < inputs; ++i) {
-      const T* row = from + index * matrix + i * args.columns;
-      std::copy(row, row + args.cout, sums);
-      for (int64_t part = 1; part < count; ++part)
-        for (int64_t o = 0; o < args.cout; ++o) sums[o] += row[part * size + o];
-      for (int64_t o = 0; o < args.cout; ++o) w[(o * inputs + i) * taps] = sums[o];
-    }
+    for (int64_t i = 0; i < inputs; ++i)
+      for (int64_t o = 0; o < args.cout; ++o)
+        w[(o * inputs + i) * taps] = from[index * matrix + i * args.columns + o];
   });
   return out;
 }
@@ -189,8 +211,8 @@ std::vector<Tensor> norm_conv_backward(const Tensor& grad, const OptionalTensor&
     const auto& kernel = table<T>(kernels());
     const auto wide = [&](bool needed, at::IntArrayRef sizes) { return needed ? empty_wide(sizes, x) : Tensor(); };
     const Tensor g = channels_last(grad), w = readable(weight), yr = grad_var ? channels_last(*y) : Tensor();
-    const Tensor for_input = need_x || need_scale || need_shift || need_gate ? packed_for_input(w, problem) : Tensor();
-    const int64_t bytes = args.experts * problem.taps() * problem.matrix() * int64_t(sizeof(T));
+    const Tensor for_input = need_x || need_scale || need_shift || need_gate ? transformed(packed_for_input(w, problem), problem, args.cout * args.input_columns) : Tensor();
+    const int64_t bytes = args.experts * args.taps() * problem.matrix() * int64_t(sizeof(T));
     const int64_t parts = std::max<int64_t>(std::min(args.batch, std::clamp<int64_t>(kPartBytes / bytes, 8, kMostParts)), 1);
     const Tensor grad_x = need_x ? empty_images(x.sizes(), x) : Tensor();
     const Tensor grad_weight = wide(need_weight, {parts * bytes / int64_t(sizeof(T))});

@@ -2,187 +2,18 @@
 //
 // A unit of work brings a strip of an image into a padded scratch buffer, normalised, and convolves from there: in L2, so
 // that every value is read from memory and normalised once, not nine times. A row of taps is then one contiguous run of
-// kernel * C values, for which the innermost loops are those of a matrix product: V vectors of output channels in
-// registers, the image broadcast. oneDNN's kernels are as fast, but need those passes over memory that this saves.
-
-// What a block of pixels reads: `length` values from `offset` on (relative to its first pixel), each times a row of
-// weights [length, columns].
-template <typename T>
-struct ConvRun {
-  int64_t offset, length;
-  const T* weight;
-};
-
-// Pixels and vectors of channels that registers hold; more pixels a weight, as those come from further away.
-constexpr int kConvVectors = 2;
-template <int kVectors>
-constexpr int conv_pixels() {
-  if (FASTMOD_VECTOR_BYTES == 64) return kVectors == 1 ? 16 : 12;
-  return kVectors == 1 ? 8 : 6;
-}
-
-// kPixels pixels, kVectors vectors of channels from `out` on; the last vector holds `last` channels.
-template <typename T, int kPixels, int kVectors>
-void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t source_stride, int64_t columns, T* out,
-                int64_t out_stride, const T* bias, int64_t last) {
-  constexpr int lanes = kLanes<T>;
-  Vec<T> sum[kPixels][kVectors];
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) {
-    const Vec<T> begin = bias ? load_first(bias + v * lanes, v == kVectors - 1 ? last : lanes) : Vec<T>{};
-#pragma GCC unroll 16
-    for (int p = 0; p < kPixels; ++p) sum[p][v] = begin;
-  }
-  constexpr int kNear = 8;  // pixels that one pointer reaches by offsets that registers hold
-  for (int64_t r = 0; r < count; ++r) {
-    const T *near = source + runs[r].offset, *far = near + kNear * source_stride;
-    const T *weight = runs[r].weight, *end = weight + runs[r].length * columns;
-    for (; weight != end; weight += columns) {
-      Vec<T> right[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) right[v] = load(weight + v * lanes);
-#pragma GCC unroll 16
-      for (int p = 0; p < kPixels; ++p) {
-        const Vec<T> left = splat((p < kNear ? near : far)[p % kNear * source_stride]);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[p][v] += left * right[v];
-      }
-      ++near;
-      ++far;
-    }
-  }
-#pragma GCC unroll 16
-  for (int p = 0; p < kPixels; ++p)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      T* to = out + p * out_stride + v * lanes;
-      if (v == kVectors - 1 && last < lanes) store_first(to, sum[p][v], last);
-      else store(to, sum[p][v]);
-    }
-}
-
-// `pixels` of them in `blocks` blocks of kPixels or a little less each.
-template <typename T, int kVectors, int kPixels>
-FASTMOD_INLINE void conv_blocks(int64_t pixels, int64_t blocks, const ConvRun<T>* runs, int64_t count, const T* source,
-                                int64_t source_stride, int64_t columns, T* out, int64_t out_stride, const T* bias,
-                                int64_t last) {
-  for (; pixels > blocks * (kPixels - 1); --blocks) {
-    conv_block<T, kPixels, kVectors>(runs, count, source, source_stride, columns, out, out_stride, bias, last);
-    pixels -= kPixels;
-    source += kPixels * source_stride;
-    out += kPixels * out_stride;
-  }
-  if constexpr (kPixels > 1) {
-    if (pixels > 0)
-      conv_blocks<T, kVectors, kPixels - 1>(pixels, blocks, runs, count, source, source_stride, columns, out,
-                                            out_stride, bias, last);
-  }
-}
-
-// A row of pixels, all channels. Weights have `columns` columns, whole vectors; of these `channels` are stored.
-template <typename T>
-void conv_row(int64_t pixels, int64_t channels, int64_t columns, const ConvRun<T>* runs, int64_t count, const T* source,
-              int64_t source_stride, T* out, int64_t out_stride, const T* bias) {
-  constexpr int lanes = kLanes<T>;
-  ConvRun<T> here[3];
-  for (int64_t first = 0; first < channels; first += kConvVectors * lanes) {
-    for (int64_t r = 0; r < count; ++r) here[r] = {runs[r].offset, runs[r].length, runs[r].weight + first};
-    const int64_t left = channels - first;
-    const T* added = bias ? bias + first : nullptr;
-    if (left > lanes) {
-      constexpr int kPixels = conv_pixels<2>();
-      conv_blocks<T, 2, kPixels>(pixels, (pixels + kPixels - 1) / kPixels, here, count, source, source_stride, columns,
-                                 out + first, out_stride, added, std::min<int64_t>(left - lanes, lanes));
-    } else {
-      constexpr int kPixels = conv_pixels<1>();
-      conv_blocks<T, 1, kPixels>(pixels, (pixels + kPixels - 1) / kPixels, here, count, source, source_stride, columns,
-                                 out + first, out_stride, added, std::min<int64_t>(left, lanes));
-    }
-  }
-}
-
-// sums[kRows, columns] += source[pixel, row] * grad[pixel, column] over `high` rows of `wide` pixels.
-template <typename T, int kRows, int kVectors>
-void conv_grad_block(int64_t high, int64_t wide, const T* source, int64_t source_stride, int64_t source_row,
-                     const T* grad, int64_t grad_stride, int64_t grad_row, T* sums, int64_t columns, int64_t last) {
-  constexpr int lanes = kLanes<T>;
-  Vec<T> sum[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * columns + v * lanes);
-  for (int64_t y = 0; y < high; ++y) {
-    const T *left = source + y * source_row, *right = grad + y * grad_row;
-    for (int64_t x = 0; x < wide; ++x) {
-      Vec<T> factor[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v)
-        factor[v] = v == kVectors - 1 && last < lanes ? load_first(right + v * lanes, last) : load(right + v * lanes);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const Vec<T> value = splat(left[r]);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[r][v] += value * factor[v];
-      }
-      left += source_stride;
-      right += grad_stride;
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(sums + r * columns + v * lanes, sum[r][v]);
-}
-
-template <typename T, int kVectors, int kRows>
-FASTMOD_INLINE void conv_grad_blocks(int64_t rows, int64_t blocks, int64_t high, int64_t wide, const T* source,
-                                     int64_t source_stride, int64_t source_row, const T* grad, int64_t grad_stride,
-                                     int64_t grad_row, T* sums, int64_t columns, int64_t last) {
-  for (; rows > blocks * (kRows - 1); --blocks) {
-    conv_grad_block<T, kRows, kVectors>(high, wide, source, source_stride, source_row, grad, grad_stride, grad_row,
-                                        sums, columns, last);
-    rows -= kRows;
-    source += kRows;
-    sums += kRows * columns;
-  }
-  if constexpr (kRows > 1) {
-    if (rows > 0)
-      conv_grad_blocks<T, kVectors, kRows - 1>(rows, blocks, high, wide, source, source_stride, source_row, grad,
-                                               grad_stride, grad_row, sums, columns, last);
-  }
-}
-
-// The same for a run of `length` values a pixel and all channels.
-template <typename T>
-void conv_grad_run(int64_t length, int64_t channels, int64_t columns, int64_t high, int64_t wide, const T* source,
-                   int64_t source_stride, int64_t source_row, const T* grad, int64_t grad_stride, int64_t grad_row,
-                   T* sums) {
-  constexpr int lanes = kLanes<T>;
-  for (int64_t first = 0; first < channels; first += kConvVectors * lanes) {
-    const int64_t left = channels - first;
-    if (left > lanes) {
-      constexpr int kRows = conv_pixels<2>();
-      conv_grad_blocks<T, 2, kRows>(length, (length + kRows - 1) / kRows, high, wide, source, source_stride, source_row,
-                                    grad + first, grad_stride, grad_row, sums + first, columns,
-                                    std::min<int64_t>(left - lanes, lanes));
-    } else {
-      constexpr int kRows = conv_pixels<1>();
-      conv_grad_blocks<T, 1, kRows>(length, (length + kRows - 1) / kRows, high, wide, source, source_stride, source_row,
-                                    grad + first, grad_stride, grad_row, sums + first, columns,
-                                    std::min<int64_t>(left, lanes));
-    }
-  }
-}
+// kernel * C values, for which the innermost loops are those of a matrix product (conv.h); 3x3 taps of stride 1 in fp32 go
+// Winograd's way (winograd.h).
 
 // ---- strips of images in scratch, with a frame of zeros
 
-// Rows first - pad .. end + pad of an image [high, wide, channels] into `strip`; value(from, channel, lanes) is what
-// becomes of a vector of it. Outside of the image all is zero.
+// Rows first - pad .. end + pad of an image [high, wide, channels] into `strip`, and `extra` rows and columns more;
+// value(from, channel, lanes) is what becomes of a vector of it. Outside of the image all is zero.
 template <typename T, typename Value>
-FASTMOD_INLINE void fill_strip(int64_t first, int64_t end, int64_t pad, int64_t high, int64_t wide, int64_t channels,
-                               T* strip, const Value& value) {
-  const int64_t row = (wide + 2 * pad) * channels;
-  for (int64_t y = first - pad; y < end + pad; ++y, strip += row) {
+FASTMOD_INLINE void fill_strip(int64_t first, int64_t end, int64_t pad, int64_t extra, int64_t high, int64_t wide,
+                               int64_t channels, T* strip, const Value& value) {
+  const int64_t row = (wide + 2 * pad + extra) * channels;
+  for (int64_t y = first - pad; y < end + pad + extra; ++y, strip += row) {
     if (y < 0 || y >= high) {
       std::fill(strip, strip + row, T(0));
       continue;
@@ -194,7 +25,7 @@ FASTMOD_INLINE void fill_strip(int64_t first, int64_t end, int64_t pad, int64_t 
       by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
         store_lanes(to + c, value(at + c, c, left), left);
       });
-    std::fill(to, to + pad * channels, T(0));
+    std::fill(to, to + (pad + extra) * channels, T(0));
   }
 }
 
@@ -219,7 +50,7 @@ struct ConvUnit {
 
 template <typename T>
 void fill_input(const NormConvArgs<T>& args, const ConvUnit<T>& unit, int64_t first, int64_t end, T* strip) {
-  fill_strip(first, end, args.kernel / 2, args.high, args.wide, args.cin, strip,
+  fill_strip(first, end, args.kernel / 2, args.winograd, args.high, args.wide, args.cin, strip,
              [&](int64_t at, int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
                const Vec<T> z = normalised(args, unit.scale, unit.shift, load_lanes(unit.x + at, left), c, left);
                return unit.gate ? z * load_lanes(unit.gate + c, left) : z;
@@ -234,7 +65,7 @@ void fill_grad(const NormConvArgs<T>& args, int64_t image, int64_t expert, int64
   const T* of_mean = args.grad_mean ? args.grad_mean + expert * args.cout : nullptr;
   const T* of_var = args.grad_var ? args.grad_var + expert * args.cout : nullptr;
   const T* mean = args.grad_var ? args.mean + expert * args.cout : nullptr;
-  fill_strip(first, end, args.kernel / 2, args.out_high, args.out_wide, args.cout, strip,
+  fill_strip(first, end, args.kernel / 2, args.winograd, args.out_high, args.out_wide, args.cout, strip,
              [&](int64_t at, int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
                Vec<T> g = load_lanes(grad + at, left);
                if (of_mean) g += load_lanes(of_mean + c, left);
@@ -243,24 +74,50 @@ void fill_grad(const NormConvArgs<T>& args, int64_t image, int64_t expert, int64
              });
 }
 
-// Rows of y that a strip holds: as many as keep it, and that of the gradient, in a part of L2.
+// Elements from one row of a strip to the next. Winograd's patches reach one further where a size is odd.
+template <typename T>
+int64_t input_line(const NormConvArgs<T>& args) {
+  return (args.wide + args.kernel / 2 * 2 + args.winograd) * args.cin;
+}
+template <typename T>
+int64_t grad_line(const NormConvArgs<T>& args) {
+  return (args.out_wide + args.kernel / 2 * 2 + args.winograd) * args.cout;
+}
+
+// Rows of y that a strip holds: as many as keep it, and that of the gradient, in a part of L2; whole tiles.
 template <typename T>
 int64_t strip_rows(const NormConvArgs<T>& args) {
-  const int64_t row = args.stride * (args.wide + 2) * args.cin + (args.out_wide + 2) * args.cout;
-  return std::clamp<int64_t>((384 << 10) / int64_t(sizeof(T)) / row, 1, args.out_high);
+  const int64_t row = args.stride * input_line(args) + grad_line(args);
+  const int64_t fit = std::max<int64_t>((384 << 10) / int64_t(sizeof(T)) / row / 2 * 2, 2);
+  return std::min(fit, args.out_high);
 }
-template <typename T>
-int64_t input_strip(const NormConvArgs<T>& args) {
-  return (strip_rows(args) * args.stride + 2) * (args.wide + 2) * args.cin + kLanes<T>;
-}
-template <typename T>
-int64_t grad_strip(const NormConvArgs<T>& args) {
-  return (strip_rows(args) + 2) * (args.out_wide + 2) * args.cout + kLanes<T>;
-}
+
+// Where a unit keeps what: offsets into its scratch.
+struct ConvScratch {
+  int64_t inputs = 0, grads = 0, grad_z = 0, patches = 0, sums = 0, size = 0;
+  template <typename T>
+  explicit ConvScratch(const NormConvArgs<T>& args) {
+    const auto take = [&](int64_t count) {
+      const int64_t at = size;
+      size += (count + 31) / 16 * 16;
+      return at;
+    };
+    const int64_t rows = strip_rows(args), most = std::max(args.cin, args.cout);
+    inputs = take((rows * args.stride + 3) * input_line(args));
+    grads = take((rows + 3) * grad_line(args));
+    grad_z = take(tile_rows(args.high, args.wide) * 2 * args.wide * args.cin);
+    if (!args.winograd) return;
+    patches = take(16 * kWinogradTiles * most);
+    sums = take(16 * kWinogradTiles * most);
+  }
+  // Rows of tiles that make one call: narrow images take several, so that weights are read for enough tiles at once.
+  static int64_t tile_rows(int64_t high, int64_t wide) {
+    return std::clamp<int64_t>(16 / ((wide + 1) / 2), 1, (high + 1) / 2);
+  }
+};
 template <typename T>
 int64_t norm_conv_scratch(const NormConvArgs<T>& args) {
-  const auto whole = [](int64_t count) { return (count + 15) / 16 * 16; };
-  return whole(input_strip(args)) + whole(grad_strip(args)) + whole(args.wide * args.cin + kLanes<T>);
+  return ConvScratch(args).size;
 }
 
 // Mean and sum of squared distances from it, per channel, of `count` pixels; twice over them, so that nothing cancels.
@@ -333,28 +190,38 @@ void depthwise_grad(int64_t high, int64_t wide, int64_t channels, int64_t kernel
 
 // ---- units
 
-// Image `image` of expert `expert`. weight: packed [E, k, k, cin, columns], depthwise [E, k, k, columns].
+// Image `image` of expert `expert`. weight: packed [E, k, k, cin, columns], depthwise [E, k, k, columns], for Winograd's
+// way [E, 16, cin, columns].
 template <typename T>
 void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t expert, T* scratch) {
-  const int64_t k = args.kernel, pad = k / 2, line = (args.wide + 2 * pad) * args.cin;
+  const int64_t k = args.kernel, line = input_line(args);
   const int64_t matrix = args.depthwise ? args.columns : args.cin * args.columns;
-  const T* weight = args.weight + expert * k * k * matrix;
+  const T* weight = args.weight + expert * args.taps() * matrix;
   const T* bias = args.bias ? args.bias + expert * args.cout : nullptr;
   const ConvUnit<T> unit(args, image, expert);
   const int64_t row = args.out_wide * args.cout, index = image * args.experts + expert;
   T* y = args.y + index * args.out_high * row;
+  const ConvScratch at(args);
+  T* strip = scratch + at.inputs;
   ConvRun<T> runs[3];
   Tap<T> taps[9];
   for (int64_t ky = 0; ky < k; ++ky) {
     runs[ky] = {ky * line, k * args.cin, weight + ky * k * matrix};
     for (int64_t kx = 0; kx < k; ++kx) taps[ky * k + kx] = {ky * line + kx * args.cin, weight + (ky * k + kx) * matrix};
   }
-  const int64_t step = strip_rows(args);
+  const int64_t step = strip_rows(args), tall = 2 * ConvScratch::tile_rows(args.out_high, args.out_wide);
   for (int64_t first = 0; first < args.out_high; first += step) {
     const int64_t end = std::min(args.out_high, first + step);
-    fill_input(args, unit, first * args.stride, (end - 1) * args.stride + 1, scratch);
+    fill_input(args, unit, first * args.stride, (end - 1) * args.stride + 1, strip);
+    if (args.winograd) {
+      for (int64_t oy = first; oy < end; oy += tall)
+        winograd_rows(strip + (oy - first) * line, line, args.cin, weight, args.columns, bias, args.cout,
+                      std::min(tall, end - oy), args.out_wide, y + oy * row, row, scratch + at.patches,
+                      scratch + at.sums);
+      continue;
+    }
     for (int64_t oy = first; oy < end; ++oy) {
-      const T* source = scratch + (oy - first) * args.stride * line;
+      const T* source = strip + (oy - first) * args.stride * line;
       if (args.depthwise)
         depthwise_row(args.out_wide, args.cout, taps, k * k, source, args.stride * args.cin, y + oy * row, args.cout,
                       bias);
@@ -408,7 +275,7 @@ void finish_grad_row(const NormConvArgs<T>& args, const ConvUnit<T>& unit, const
 // packed [E, rows, columns of taps, cout, columns], in the order in which they meet the strip.
 template <typename T>
 void grad_input_row(const NormConvArgs<T>& args, const T* weight, const T* strip, int64_t first, int64_t iy, T* grad_z) {
-  const int64_t k = args.kernel, pad = k / 2, line = (args.out_wide + 2 * pad) * args.cout;
+  const int64_t k = args.kernel, pad = k / 2, line = grad_line(args);
   const int64_t matrix = args.depthwise ? args.input_columns : args.cout * args.input_columns;
   const int64_t s = args.stride;
   // Taps in y that meet row (or column) i: with stride 1 all k, from i - pad on; with stride 2 every other: those of even
@@ -450,12 +317,10 @@ void grad_input_row(const NormConvArgs<T>& args, const T* weight, const T* strip
 template <typename T>
 void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin, int64_t end, int64_t expert,
                         T* scratch) {
-  const auto whole = [](int64_t count) { return (count + 15) / 16 * 16; };
-  T* inputs = scratch;
-  T* grads = inputs + whole(input_strip(args));
-  T* grad_z = grads + whole(grad_strip(args));
-  const int64_t k = args.kernel, pad = k / 2, s = args.stride;
-  const int64_t input_line = (args.wide + 2 * pad) * args.cin, grad_line = (args.out_wide + 2 * pad) * args.cout;
+  const ConvScratch at(args);
+  T *inputs = scratch + at.inputs, *grads = scratch + at.grads, *grad_z = scratch + at.grad_z;
+  const int64_t k = args.kernel, pad = k / 2, s = args.stride, taps = args.taps();
+  const int64_t in_line = input_line(args), out_line = grad_line(args);
   const int64_t matrix = args.depthwise ? args.columns : args.cin * args.columns;
   const int64_t input_matrix = args.depthwise ? args.input_columns : args.cout * args.input_columns;
   const bool need_input = args.grad_x || args.grad_scale || args.grad_gate;
@@ -463,8 +328,8 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
   const int64_t first_expert = args.shared ? 0 : expert, end_expert = args.shared ? args.experts : expert + 1;
   for (int64_t e = first_expert; e < end_expert; ++e) {
     if (args.grad_weight) {
-      T* sums = args.grad_weight + (part * args.experts + e) * k * k * matrix;
-      std::fill(sums, sums + k * k * matrix, T(0));
+      T* sums = args.grad_weight + (part * args.experts + e) * taps * matrix;
+      std::fill(sums, sums + taps * matrix, T(0));
     }
     if (args.grad_bias) {
       T* sums = args.grad_bias + (part * args.experts + e) * args.cout;
@@ -488,40 +353,52 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
       for (int64_t first = 0; first < args.out_high; first += step) {
         const int64_t last = std::min(args.out_high, first + step);
         fill_grad(args, image, e, first, last, grads);
-        const T* inner = grads + pad * (grad_line + args.cout);
+        const T* inner = grads + pad * (out_line + args.cout);
         if (args.grad_bias) {
           T* sums = args.grad_bias + (part * args.experts + e) * args.cout;
           by_vectors<T>(args.cout, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
             Vec<T> sum{};
             for (int64_t y = 0; y < last - first; ++y)
               for (int64_t x = 0; x < args.out_wide; ++x)
-                sum += load_lanes(inner + y * grad_line + x * args.cout + c, left);
+                sum += load_lanes(inner + y * out_line + x * args.cout + c, left);
             store_lanes(sums + c, load_lanes(sums + c, left) + sum, left);
           });
         }
         if (args.grad_weight) {
           fill_input(args, unit, first * s, (last - 1) * s + 1, inputs);
-          T* sums = args.grad_weight + (part * args.experts + e) * k * k * matrix;
+          T* sums = args.grad_weight + (part * args.experts + e) * taps * matrix;
           // A band of rows at a time: what the blocks of sums read again and again stays in L1.
-          const int64_t band = std::max<int64_t>(1, 128 / args.out_wide);
+          const int64_t tiles = 2 * std::clamp<int64_t>(kWinogradTiles / ((args.out_wide + 1) / 2), 1, (args.out_high + 1) / 2);
+          const int64_t band = args.winograd ? tiles : std::max<int64_t>(1, 128 / args.out_wide);
           for (int64_t y = first; y < last; y += band) {
             const int64_t high = std::min(band, last - y);
-            const T *source = inputs + (y - first) * s * input_line, *grad = inner + (y - first) * grad_line;
-            if (args.depthwise)
-              depthwise_grad(high, args.out_wide, args.cout, k, source, s * args.cin, s * input_line, input_line, grad,
-                             grad_line, sums, args.columns);
+            const T *source = inputs + (y - first) * s * in_line, *grad = inner + (y - first) * out_line;
+            if (args.winograd)
+              winograd_weight_sums(source, in_line, args.cin, grad, out_line, args.cout, high, args.out_wide, sums,
+                                   args.columns, scratch + at.patches, scratch + at.sums);
+            else if (args.depthwise)
+              depthwise_grad(high, args.out_wide, args.cout, k, source, s * args.cin, s * in_line, in_line, grad,
+                             out_line, sums, args.columns);
             else
               for (int64_t ky = 0; ky < k; ++ky)
-                conv_grad_run(k * args.cin, args.cout, args.columns, high, args.out_wide, source + ky * input_line,
-                              s * args.cin, s * input_line, grad, args.cout, grad_line, sums + ky * k * matrix);
+                conv_grad_run(k * args.cin, args.cout, args.columns, high, args.out_wide, source + ky * in_line,
+                              s * args.cin, s * in_line, grad, args.cout, out_line, sums + ky * k * matrix);
           }
         }
         if (need_input) {
-          const T* weight = args.input_weight + e * k * k * input_matrix;
+          const T* weight = args.input_weight + e * taps * input_matrix;
           const int64_t stop = last == args.out_high ? args.high : last * s;
-          for (int64_t iy = first * s; iy < stop; ++iy) {
-            grad_input_row(args, weight, grads, first, iy, grad_z);
-            finish_grad_row(args, unit, grad_z, iy, args.shared && e > 0, grad_x, grad_scale, grad_shift, grad_gate);
+          const int64_t tall = args.winograd ? 2 * ConvScratch::tile_rows(args.high, args.wide) : 1;
+          for (int64_t iy = first * s; iy < stop; iy += tall) {
+            const int64_t high = std::min(tall, stop - iy), row = args.wide * args.cin;
+            if (args.winograd)
+              winograd_rows<T>(grads + (iy - first) * out_line, out_line, args.cout, weight, args.input_columns, nullptr,
+                               args.cin, high, args.wide, grad_z, row, scratch + at.patches, scratch + at.sums);
+            else
+              grad_input_row(args, weight, grads, first, iy, grad_z);
+            for (int64_t i = 0; i < high; ++i)
+              finish_grad_row(args, unit, grad_z + i * row, iy + i, args.shared && e > 0, grad_x, grad_scale,
+                              grad_shift, grad_gate);
           }
         }
       }
