@@ -126,7 +126,11 @@ def mnist_parity(
     """
     check(n, seed)
     digits, classes = digits_of(split, root, verify=verify)
-    shown = scene(n, seed, classes)
+    return render(scene(n, seed, classes), digits)
+
+
+def render(shown: Scene, digits: Tensor) -> Labelled:
+    """The images of a scene, of the digits ``[N, 28, 28]`` that it was drawn from."""
     return Labelled(paste(_drawn(digits, shown), shown.blocks, shown.colours, GRID), shown.labels)
 
 

@@ -14,7 +14,7 @@ from fastmod.runs.study import Outcome, Row, Study
 from fastmod.studies.resmix import reports
 from fastmod.studies.resmix.pentomino import RelationConfig
 from fastmod.studies.resmix.training import ResMixTrial
-from fastmod.tasks import Labelled, mnist_parity, parity
+from fastmod.tasks import Labelled, parity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,21 +34,28 @@ class ParityConfig(RelationConfig):
     verify: bool = True  # check the files against the official ones
 
 
-@functools.lru_cache(maxsize=3)  # the parts of one run: trials share them
+# Both for the three parts of one run: its trials share them.
+@functools.lru_cache(maxsize=3)
+def _digits(split: str, root: str | None, verify: bool, environment: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return parity.digits_of(split, root, verify=verify)
+
+
+@functools.lru_cache(maxsize=3)
 def _part(
     count: int, split: str, seed: int, root: str | None, verify: bool, environment: str | None
 ) -> tuple[Labelled, torch.Tensor]:
     """The images and which digits they show, ``[count, 2]``."""
-    images = mnist_parity(count, split, seed, root, verify=verify)
-    return images, parity.scene(count, seed, parity.digits_of(split, root, verify=verify)[1]).classes
+    digits, classes = _digits(split, root, verify, environment)
+    shown = parity.scene(count, seed, classes)
+    return parity.render(shown, digits), shown.classes
+
+
+def _source(config: ParityConfig) -> tuple[str | None, bool, str | None]:
+    return config.data, config.verify, os.environ.get("FASTMOD_DATA")
 
 
 def _parts(config: ParityConfig) -> dict[str, tuple[Labelled, torch.Tensor]]:
-    environment = os.environ.get("FASTMOD_DATA")
-    return {
-        part: _part(count, part, config.seeds[part], config.data, config.verify, environment)
-        for part, count in config.counts.items()
-    }
+    return {part: _part(count, part, config.seeds[part], *_source(config)) for part, count in config.counts.items()}
 
 
 def groups_of(classes: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -78,7 +85,7 @@ class ResMixParity(Study):
 
     def prepare(self, config: ParityConfig) -> None:
         for split in parity.SPLITS:
-            parity.digits_of(split, config.data, verify=config.verify)
+            _digits(split, *_source(config))
 
     def trial(self, config: ParityConfig, model: str, seed: int, device: torch.device) -> ResMixTrial:
         config = self.config_of(config, model)

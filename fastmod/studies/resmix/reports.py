@@ -56,9 +56,11 @@ def figures(outcome: Outcome, captions: Mapping[str, str]) -> Figures:
     """A curve over epochs per metric of ``captions``, and the gates of every trial that has any."""
     found: Figures = {}
     for metric, caption in captions.items():
-        groups = {nets.TITLES[model]: _curves(outcome, model, metric) for model in outcome.models()}
+        curves = {nets.TITLES[model]: _curves(outcome, model, metric) for model in outcome.models()}
+        groups = {title: trials for title, trials in curves.items() if trials}
         label = metric.replace("_", " ") + (" (%)" if metric.startswith("error") else "")
-        found[metric] = (draw.curves(groups, label, x_label="epochs", whole_range=False), caption)
+        if groups:
+            found[metric] = (draw.curves(groups, label, x_label="epochs", whole_range=False), caption)
     for record in outcome.records:
         if "gates" in record.result:
             caption = (
