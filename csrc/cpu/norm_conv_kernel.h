@@ -29,6 +29,20 @@ FASTMOD_INLINE void fill_strip(int64_t first, int64_t end, int64_t pad, int64_t 
   }
 }
 
+// The same of an image that is taken as it is: a row at a time, which with three channels makes a difference.
+template <typename T>
+void copy_strip(int64_t first, int64_t end, int64_t pad, int64_t extra, int64_t high, int64_t wide, int64_t channels,
+                T* strip, const T* image) {
+  const int64_t before = pad * channels, inside = wide * channels, after = (pad + extra) * channels;
+  for (int64_t y = first - pad; y < end + pad + extra; ++y, strip += before + inside + after) {
+    const bool there = y >= 0 && y < high;
+    std::fill(strip, strip + before, T(0));
+    if (there) std::copy(image + y * inside, image + (y + 1) * inside, strip + before);
+    else std::fill(strip + before, strip + before + inside, T(0));
+    std::fill(strip + before + inside, strip + before + inside + after, T(0));
+  }
+}
+
 // relu(scale * x + shift), the gate aside.
 template <typename T, typename Lanes>
 FASTMOD_INLINE Vec<T> normalised(const NormConvArgs<T>& args, const T* scale, const T* shift, Vec<T> x, int64_t c,
@@ -50,6 +64,10 @@ struct ConvUnit {
 
 template <typename T>
 void fill_input(const NormConvArgs<T>& args, const ConvUnit<T>& unit, int64_t first, int64_t end, T* strip) {
+  if (!unit.scale && !unit.gate && !args.relu) {
+    copy_strip(first, end, args.kernel / 2, args.winograd, args.high, args.wide, args.cin, strip, unit.x);
+    return;
+  }
   fill_strip(first, end, args.kernel / 2, args.winograd, args.high, args.wide, args.cin, strip,
              [&](int64_t at, int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
                const Vec<T> z = normalised(args, unit.scale, unit.shift, load_lanes(unit.x + at, left), c, left);
@@ -210,14 +228,26 @@ void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t exper
     for (int64_t kx = 0; kx < k; ++kx) taps[ky * k + kx] = {ky * line + kx * args.cin, weight + (ky * k + kx) * matrix};
   }
   const int64_t step = strip_rows(args), tall = 2 * ConvScratch::tile_rows(args.out_high, args.out_wide);
+  // While rows oy .. oy + high - 1 are made: the next rows of y, and those of the image that this thread most likely
+  // takes next.
+  const auto soon = [&](int64_t oy, int64_t high) {
+    Soon<T> found;
+    if (oy + high < args.out_high) found.write = y + (oy + high) * row, found.write_size = high * row;
+    if (image + 1 == args.batch || step < args.out_high) return found;
+    const int64_t in_row = args.stride * args.wide * args.cin;
+    found.read[0] = unit.x + (args.shared ? 1 : args.experts) * args.high * args.wide * args.cin + oy * in_row;
+    found.read_size = high * in_row;
+    return found;
+  };
   for (int64_t first = 0; first < args.out_high; first += step) {
     const int64_t end = std::min(args.out_high, first + step);
     fill_input(args, unit, first * args.stride, (end - 1) * args.stride + 1, strip);
     if (args.winograd) {
-      for (int64_t oy = first; oy < end; oy += tall)
-        winograd_rows(strip + (oy - first) * line, line, args.cin, weight, args.columns, bias, args.cout,
-                      std::min(tall, end - oy), args.out_wide, y + oy * row, row, scratch + at.patches,
-                      scratch + at.sums);
+      for (int64_t oy = first; oy < end; oy += tall) {
+        const int64_t high = std::min(tall, end - oy);
+        winograd_rows(strip + (oy - first) * line, line, args.cin, weight, args.columns, bias, args.cout, high,
+                      args.out_wide, y + oy * row, row, scratch + at.patches, scratch + at.sums, soon(oy, tall));
+      }
       continue;
     }
     for (int64_t oy = first; oy < end; ++oy) {
@@ -227,7 +257,7 @@ void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t exper
                       bias);
       else
         conv_row(args.out_wide, args.cout, args.columns, runs, k, source, args.stride * args.cin, y + oy * row,
-                 args.cout, bias);
+                 args.cout, bias, {1, 0, 0, 0, soon(oy, 1)});
     }
   }
   if (args.unit_mean)
@@ -373,16 +403,25 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
           for (int64_t y = first; y < last; y += band) {
             const int64_t high = std::min(band, last - y);
             const T *source = inputs + (y - first) * s * in_line, *grad = inner + (y - first) * out_line;
+            // What the next image needs, while this one's products are computed.
+            const bool more = image + 1 < end && step == args.out_high;
+            Soon<T> soon;
+            if (more) {
+              soon.read[0] = unit.x + (args.shared ? 1 : args.experts) * args.high * args.wide * args.cin +
+                             y * s * args.wide * args.cin;
+              soon.read_size = high * s * args.wide * args.cin;
+            }
             if (args.winograd)
               winograd_weight_sums(source, in_line, args.cin, grad, out_line, args.cout, high, args.out_wide, sums,
-                                   args.columns, scratch + at.patches, scratch + at.sums);
+                                   args.columns, scratch + at.patches, scratch + at.sums, soon);
             else if (args.depthwise)
               depthwise_grad(high, args.out_wide, args.cout, k, source, s * args.cin, s * in_line, in_line, grad,
                              out_line, sums, args.columns);
             else
               for (int64_t ky = 0; ky < k; ++ky)
                 conv_grad_run(k * args.cin, args.cout, args.columns, high, args.out_wide, source + ky * in_line,
-                              s * args.cin, s * in_line, grad, args.cout, out_line, sums + ky * k * matrix);
+                              s * args.cin, s * in_line, grad, args.cout, out_line, sums + ky * k * matrix,
+                              {1, 0, 0, 0, ky == 0 ? soon : Soon<T>{}});
           }
         }
         if (need_input) {
@@ -391,9 +430,18 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
           const int64_t tall = args.winograd ? 2 * ConvScratch::tile_rows(args.high, args.wide) : 1;
           for (int64_t iy = first * s; iy < stop; iy += tall) {
             const int64_t high = std::min(tall, stop - iy), row = args.wide * args.cin;
+            Soon<T> soon;
+            if (grad_x) soon.write = grad_x + iy * row, soon.write_size = high * row;
+            if (image + 1 < end && step == args.out_high) {
+              const int64_t out_row = args.out_wide * args.cout;
+              const int64_t next = (index + args.experts) * args.out_high * out_row + iy * out_row;
+              soon.read[0] = args.grad + next;
+              soon.read[1] = args.y_read ? args.y_read + next : nullptr;
+              soon.read_size = high * out_row;
+            }
             if (args.winograd)
               winograd_rows<T>(grads + (iy - first) * out_line, out_line, args.cout, weight, args.input_columns, nullptr,
-                               args.cin, high, args.wide, grad_z, row, scratch + at.patches, scratch + at.sums);
+                               args.cin, high, args.wide, grad_z, row, scratch + at.patches, scratch + at.sums, soon);
             else
               grad_input_row(args, weight, grads, first, iy, grad_z);
             for (int64_t i = 0; i < high; ++i)

@@ -192,16 +192,17 @@ void transform_tiles(const Tiles& tiles, const T* sums, int64_t channels, const 
 // Rows of pixels whose patches begin at `source`: `high` x `wide` pixels of `out_channels`. weights [16, channels, columns].
 template <typename T>
 void winograd_rows(const T* source, int64_t line, int64_t channels, const T* weights, int64_t columns, const T* bias,
-                   int64_t out_channels, int64_t high, int64_t wide, T* out, int64_t out_line, T* patches, T* sums) {
+                   int64_t out_channels, int64_t high, int64_t wide, T* out, int64_t out_line, T* patches, T* sums,
+                   const Soon<T>& soon = {}) {
   const int64_t rows = (high + 1) / 2, all = (wide + 1) / 2, most = std::max<int64_t>(kWinogradTiles / rows, 1);
   for (int64_t first = 0; first < all; first += most) {
     const Tiles tiles{rows, std::min(most, all - first), line};
     transform_patches(tiles, source + 2 * first * channels, channels, patches);
-    for (int64_t i = 0; i < 16; ++i) {
-      const ConvRun<T> run{0, channels, weights + i * channels * columns};
-      conv_row<T>(tiles.count(), out_channels, columns, &run, 1, patches + i * tiles.count() * channels, channels,
-                  sums + i * tiles.count() * out_channels, out_channels, nullptr);
-    }
+    const ConvRun<T> run{0, channels, weights};
+    ConvRepeat<T> all_sixteen{16, tiles.count() * channels, channels * columns, tiles.count() * out_channels};
+    if (first == 0) all_sixteen.soon = soon;
+    conv_row<T>(tiles.count(), out_channels, columns, &run, 1, patches, channels, sums, out_channels, nullptr,
+                all_sixteen);
     transform_tiles(tiles, sums, out_channels, bias, out + 2 * first * out_channels, out_line, high,
                     wide - 2 * first);
   }
@@ -211,15 +212,14 @@ void winograd_rows(const T* source, int64_t line, int64_t channels, const T* wei
 template <typename T>
 void winograd_weight_sums(const T* source, int64_t line, int64_t channels, const T* grad, int64_t grad_line,
                           int64_t out_channels, int64_t high, int64_t wide, T* sums, int64_t columns, T* patches,
-                          T* tile_grads) {
+                          T* tile_grads, const Soon<T>& soon = {}) {
   const int64_t rows = (high + 1) / 2, all = (wide + 1) / 2, most = std::max<int64_t>(kWinogradTiles / rows, 1);
   for (int64_t first = 0; first < all; first += most) {
     const int64_t across = std::min(most, all - first);
     transform_patches<T>({rows, across, line}, source + 2 * first * channels, channels, patches);
     transform_tile_grads<T>({rows, across, grad_line}, grad + 2 * first * out_channels, out_channels, tile_grads);
     const int64_t count = rows * across;
-    for (int64_t i = 0; i < 16; ++i)
-      conv_grad_run<T>(channels, out_channels, columns, 1, count, patches + i * count * channels, channels, 0,
-                       tile_grads + i * count * out_channels, out_channels, 0, sums + i * channels * columns);
+    conv_grad_run<T>(channels, out_channels, columns, 1, count, patches, channels, 0, tile_grads, out_channels, 0, sums,
+                     {16, count * channels, channels * columns, count * out_channels, first == 0 ? soon : Soon<T>{}});
   }
 }
