@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class FusedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
         """The programs hold nothing of the model: a copy runs the same ones."""
-        copied = FusedForward(memo[id(self.model)])
+        copied = FusedForward(copy.deepcopy(self.model, memo))
         copied.by_mode = dict(self.by_mode)
         return copied
 
