@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 import fastmod
-from tests.agreement import isas
+from tests.helpers.agreement import isas
 
 settings.register_profile("fastmod", deadline=None, max_examples=60, derandomize=True, print_blob=True)
 settings.load_profile("fastmod")
@@ -44,30 +44,30 @@ def filled_memory() -> Iterator[None]:
 
 #: Slow tests of ops, Triton and CUDA; all others have the mark where they are written.
 SLOW = {
-    "test_cuda_compile.py::test_compiles_without_spills",
-    "test_cuda_host.py::test_thread_sanitizer",
-    "test_gated_residual.py::test_compile_fullgraph_and_autocast",
-    "test_masked_conv2d.py::test_compile_fullgraph",
-    "test_masked_conv2d.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "test_masked_linear.py::test_compile_fullgraph",
-    "test_masked_linear.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "test_masked_linear.py::test_needs_of_what_is_not_there",
-    "test_masked_linear.py::test_no_outputs",
-    "test_masked_linear.py::test_peak_memory",
-    "test_mfnnr.py::test_any_shape_and_layout",
-    "test_mfnnr.py::test_compile_fullgraph_dynamic",
-    "test_sample_mask.py::test_compile_fullgraph",
-    "test_sample_mask.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "test_smfr.py::test_opcheck",
-    "test_triton_compile.py::test_fused",
-    "test_triton_compile.py::test_pointwise",
-    "test_triton_compile.py::test_pointwise_fp64",
-    "test_triton_gated_residual.py::test_in_the_interpreter",
-    "test_triton_masked_linear.py::test_in_the_interpreter",
-    "test_triton_masks.py::test_in_the_interpreter",
-    "test_triton_mfnnr.py::test_in_the_interpreter",
-    "test_triton_multiplex.py::test_in_the_interpreter",
-    "test_triton_range_penalty.py::test_in_the_interpreter",
+    "gpu/test_cuda_compile.py::test_compiles_without_spills",
+    "gpu/test_cuda_host.py::test_thread_sanitizer",
+    "ops/test_gated_residual.py::test_compile_fullgraph_and_autocast",
+    "ops/test_masked_conv2d.py::test_compile_fullgraph",
+    "ops/test_masked_conv2d.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "ops/test_masked_linear.py::test_compile_fullgraph",
+    "ops/test_masked_linear.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "ops/test_masked_linear.py::test_needs_of_what_is_not_there",
+    "ops/test_masked_linear.py::test_no_outputs",
+    "ops/test_masked_linear.py::test_peak_memory",
+    "ops/test_mfnnr.py::test_any_shape_and_layout",
+    "ops/test_mfnnr.py::test_compile_fullgraph_dynamic",
+    "ops/test_sample_mask.py::test_compile_fullgraph",
+    "ops/test_sample_mask.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "ops/test_smfr.py::test_opcheck",
+    "gpu/test_triton_compile.py::test_fused",
+    "gpu/test_triton_compile.py::test_pointwise",
+    "gpu/test_triton_compile.py::test_pointwise_fp64",
+    "ops/test_triton_gated_residual.py::test_in_the_interpreter",
+    "ops/test_triton_masked_linear.py::test_in_the_interpreter",
+    "ops/test_triton_masks.py::test_in_the_interpreter",
+    "ops/test_triton_mfnnr.py::test_in_the_interpreter",
+    "ops/test_triton_multiplex.py::test_in_the_interpreter",
+    "ops/test_triton_range_penalty.py::test_in_the_interpreter",
 }
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
 
 
 @pytest.mark.usefixtures("filled_memory", "isa")

@@ -16,8 +16,8 @@ from fastmod.ops.mfnnr import NO_PENALTY
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
 from fastmod.ops.sample_mask import reference as sample_mask_reference
-from tests.cuda_host import build_bindings
-from tests.cuda_host.checks import (
+from tests.helpers.cuda_host import build_bindings
+from tests.helpers.cuda_host.checks import (
     ARGMAX,
     F64,
     GUMBEL,

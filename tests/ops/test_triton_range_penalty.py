@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import (
+from tests.helpers.interpreter import (
     DTYPES,
     INTERPRETED,
     QUIET,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[torch.Tensor]:

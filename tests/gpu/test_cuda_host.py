@@ -1,6 +1,6 @@
 """The CUDA C++ kernels, executed on the host: values against the fp64 reference, then the same under sanitizers.
 
-No GPU, no nvcc: ``tests/cuda_host`` compiles the .cu files with g++ and runs every CUDA thread as a fiber.
+No GPU, no nvcc: ``tests/helpers/cuda_host`` compiles the .cu files with g++ and runs every CUDA thread as a fiber.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fastmod.ops.mfnnr import reference as mfnnr_reference
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
 from fastmod.ops.sample_mask import reference as sample_mask_reference
-from tests.cuda_host import Harness, LaunchError, Out, checks
-from tests.cuda_host.checks import (
+from tests.helpers.cuda_host import Harness, LaunchError, Out, checks
+from tests.helpers.cuda_host.checks import (
     ARGMAX,
     F32,
     F64,
@@ -42,7 +42,7 @@ from tests.cuda_host.checks import (
     linears,
     random,
 )
-from tests.cuda_host.masked_linear import MaskedLinear, check_masked_linear
+from tests.helpers.cuda_host.masked_linear import MaskedLinear, check_masked_linear
 
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
 
