@@ -7,12 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import fastmod
-from tests.helpers.agreement import isas
+from tests.helpers import backends, interpreter_process
 
-settings.register_profile("fastmod", deadline=None, max_examples=60, derandomize=True, print_blob=True)
+settings.register_profile(
+    "fastmod",
+    deadline=None,
+    max_examples=10 if backends.INTERPRETED else 60,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # a backend stays chosen for all examples
+)
 settings.load_profile("fastmod")
 
 # A shell starts what runs in its background with Ctrl-C ignored, and so would every process that the tests start.
@@ -25,7 +32,29 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=isas())
+@pytest.fixture(params=backends.parameters())
+def backend(request: pytest.FixtureRequest) -> Iterator[backends.Backend]:
+    """Each backend in turn serves the ops of the test: native at every instruction set, Triton interpreted, CUDA C++ on
+    the host, and a GPU with `make test DEVICE=cuda`. Plain PyTorch is what they are compared with."""
+    reason = backends.missing(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    if request.param is backends.TRITON and not backends.INTERPRETED:  # chosen where the test runs: see below
+        yield request.param
+        return
+    with backends.chosen(request.param):
+        yield request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not interpreter_process.needed(pyfuncitem):
+        return None
+    interpreter_process.run(pyfuncitem)
+    return True
+
+
+@pytest.fixture(params=backends.isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set in turn."""
     module = fastmod._extension.MODULE
@@ -37,9 +66,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def filled_memory() -> Iterator[None]:
     """torch.empty filled with NaN, so that a value never written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with backends.filled_memory():
+        yield
 
 
 #: Slow tests of ops, Triton and CUDA; all others have the mark where they are written.
@@ -62,7 +90,6 @@ SLOW = {
     "gpu/test_triton_compile.py::test_fused",
     "gpu/test_triton_compile.py::test_pointwise",
     "gpu/test_triton_compile.py::test_pointwise_fp64",
-    "ops/test_triton_gated_residual.py::test_in_the_interpreter",
     "ops/test_triton_masked_linear.py::test_in_the_interpreter",
     "ops/test_triton_masks.py::test_in_the_interpreter",
     "ops/test_triton_mfnnr.py::test_in_the_interpreter",

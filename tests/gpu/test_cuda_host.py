@@ -141,21 +141,6 @@ def test_noise_bits(plain: Harness) -> None:
     assert torch.equal(got, ((picked >> 9).double() + 0.5) * 2.0**-23)
 
 
-# ---- gated_residual
-
-GATES = [
-    *[Gate(s, dtype) for s in [(1, 1, 1), (5, 8, 10), (3, 7, 3), (2, 5, 130)] for dtype in FLOAT_DTYPES],
-    *[Gate(s) for s in [(0, 3, 4), (2, 0, 3), (2, 3, 0), (301, 1, 1)]],
-    *[Gate((5, 8, 10), dtype, scale=1e4) for dtype in FLOAT_DTYPES],
-    *[Gate((5, 8, 10), special=special) for special in (NAN, INF, -INF)],
-]
-
-
-@pytest.mark.parametrize("case", GATES, ids=Gate.id)
-def test_gated_residual(plain: Harness, case: Gate) -> None:
-    check_gate(plain, case)
-
-
 # ---- range_penalty
 
 
