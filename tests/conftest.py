@@ -94,7 +94,6 @@ SLOW = {
     "ops/test_triton_masks.py::test_in_the_interpreter",
     "ops/test_triton_mfnnr.py::test_in_the_interpreter",
     "ops/test_triton_multiplex.py::test_in_the_interpreter",
-    "ops/test_triton_range_penalty.py::test_in_the_interpreter",
 }
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.helpers.agreement import LAYOUTS, assert_agrees, isas, laid_out, opchecked
+from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.backends import isas
 from tests.helpers.mask_cases import (
     SEEDS,
     TAUS,
