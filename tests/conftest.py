@@ -15,7 +15,7 @@ from tests.helpers import backends, interpreter_process
 settings.register_profile(
     "fastmod",
     deadline=None,
-    max_examples=10 if backends.INTERPRETED else 60,
+    max_examples=5 if backends.INTERPRETED else 60,
     derandomize=True,
     print_blob=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a backend stays chosen for all examples
@@ -93,7 +93,6 @@ SLOW = {
     "ops/test_triton_masked_linear.py::test_in_the_interpreter",
     "ops/test_triton_masks.py::test_in_the_interpreter",
     "ops/test_triton_mfnnr.py::test_in_the_interpreter",
-    "ops/test_triton_multiplex.py::test_in_the_interpreter",
 }
 
 

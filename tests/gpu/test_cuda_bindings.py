@@ -12,7 +12,6 @@ from torch import Tensor
 from fastmod.ops._checks import FLOAT_DTYPES, compute_dtype
 from fastmod.ops.masked_linear import reference as masked_linear_reference
 from fastmod.ops.mfnnr import NO_PENALTY
-from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.sample_mask import reference as sample_mask_reference
 from tests.helpers.cuda_host import build_bindings
 from tests.helpers.cuda_host.checks import (
@@ -21,7 +20,6 @@ from tests.helpers.cuda_host.checks import (
     GUMBEL,
     SEED,
     SMALL_MFNNR,
-    SOFTMAX,
     Mask,
     Mfnnr,
     assert_close,
@@ -44,37 +42,6 @@ def bindings() -> Any:
 def permuted(tensor: Tensor) -> Tensor:
     """The same values, dense but in another order in memory."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("mode", [SOFTMAX, GUMBEL, ARGMAX])
-def test_bound_multiplex(bindings: Any, dtype: torch.dtype, mode: int) -> None:
-    wide = compute_dtype(torch.empty(0, dtype=dtype))
-    blocks, logits = permuted(random(2, 3, 4, 5, dtype=dtype)), permuted(random(2, 3, 4, 6, dtype=dtype))
-    tau, seed = torch.tensor(0.75), torch.tensor(SEED)
-
-    def plain(blocks: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
-        return multiplex_reference(blocks, logits, temperature, 1.0, seed, mode)
-
-    grad = random(1, dtype=dtype).expand(2, 3, 6, 5)
-    inputs = [blocks, logits, tau, grad]
-    exact, usual = gradients(plain, inputs, F64), gradients(plain, inputs, dtype)
-    out = bindings.multiplex_forward(blocks, logits, tau, 1.0, seed, mode)
-    got = [out, *bindings.multiplex_backward(grad, blocks, logits, tau, 1.0, seed, mode)]
-    usual[3] = usual[3].to(wide)
-    for name, *values in zip(["out", "grad_blocks", "grad_logits", "grad_tau"], got, exact, usual, strict=True):
-        assert values[0].is_contiguous()
-        assert values[0].dtype == values[2].dtype
-        if name == "grad_tau" and values[0].dtype == torch.float32:
-            # One number of one draw, that plain PyTorch may get right by luck: test_cuda_host.py has how exact it is.
-            torch.testing.assert_close(values[0].double(), values[1].double(), rtol=1e-5, atol=1e-5)
-        else:
-            assert_close(name, *values, scale=10.0 if name == "grad_tau" else 0.0)
-    *by_value, none = bindings.multiplex_backward(grad, blocks, logits, None, 0.75, seed, mode)
-    assert torch.equal(by_value[0], got[1])
-    assert torch.equal(by_value[1], got[2])
-    assert none.item() == 0
-    assert none.dtype == wide
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

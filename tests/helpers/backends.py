@@ -40,16 +40,16 @@ def isas() -> list[str]:
 
 
 NATIVE = [Backend(f"native-{isa}", "native") for isa in isas()]
-TRITON = Backend("triton", "triton", draws=3)
+TRITON = Backend("triton", "triton", draws=2)
 CUDA_HOST = Backend("cuda_host", "native", draws=4)
 GPU = [Backend("cuda", "native", "cuda"), Backend("cuda-triton", "triton", "cuda")]
 
 
 def parameters(*left_out: str) -> list[Any]:
-    """For the fixture ``backend``; all but those named for ``pytest.mark.parametrize(..., indirect=True)``."""
+    """For the fixture ``backend``; without those whose names begin so, for ``parametrize(..., indirect=True)``."""
     found = [*NATIVE, TRITON, CUDA_HOST, *(GPU if DEVICE == "cuda" else [])]
-    marks = {TRITON: [pytest.mark.interpreted]}
-    return [pytest.param(b, id=b.name, marks=marks.get(b, ())) for b in found if b.name not in left_out]
+    marks = {TRITON: [pytest.mark.interpreted, pytest.mark.slow]}
+    return [pytest.param(b, id=b.name, marks=marks.get(b, ())) for b in found if not b.name.startswith(left_out)]
 
 
 _current: Backend | None = None
@@ -92,6 +92,12 @@ def chosen(backend: Backend) -> Iterator[None]:
             yield
         finally:
             _current = None
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """The kernel of the test's backend under a schema of ``fastmod/ops``, without the checks of the public function."""
+    assert _current is not None
+    return getattr(getattr(torch.ops.fastmod, name), "triton" if _current.choice == "triton" else "default")
 
 
 @contextlib.contextmanager

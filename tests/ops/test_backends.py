@@ -68,6 +68,22 @@ def test_triton_interprets() -> None:
 
 
 @pytest.mark.interpreted
+def test_launchers_are_registered_under_the_schemas() -> None:
+    from fastmod import kernels
+
+    assert fastmod._extension.LOADED, fastmod._extension.STATUS
+    assert fastmod._extension.triton_ops() == frozenset(fastmod.backend.OPS)
+    for name in kernels.LAUNCHERS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}.triton", "CPU"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}.triton", "CUDA"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}", "CUDA"), name
+    blocks, logits = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    with fastmod.use_backend("triton"):
+        out = ops.multiplex(blocks, logits, mode="gumbel", seed=3)
+    assert torch.equal(out, kernels.multiplex_forward(blocks, logits, None, 1.0, torch.tensor(3), 1))
+
+
+@pytest.mark.interpreted
 @pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="fails over there, and so it must here")
 def test_failure_in_the_interpreter() -> None:
     if backends.INTERPRETED:
