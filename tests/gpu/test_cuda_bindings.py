@@ -60,7 +60,7 @@ def test_bound_sample_mask(bindings: Any, dtype: torch.dtype, shape: tuple[int, 
         assert_same_masks(masks, sample_mask_reference(logits, weight, *arguments, 1.0))
         got = bindings.sample_mask_backward(grad, logits, weight, *arguments, case.tau, base)
         assert got.is_contiguous()
-        assert_close("grad_logits", got, *mask_gradients(case, grad, logits, weight, base))
+        assert_close("grad_logits", [(got, *mask_gradients(case, grad, logits, weight, base))])
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -122,7 +122,7 @@ def test_bound_masked_linear(bindings: Any, sizes: tuple[int, int, int], tau: fl
     for name, *values in zip(["out", "grad_x", "grad_weight", "grad_logits"], got, exact, usual, strict=True):
         assert values[0].is_contiguous()
         assert values[0].dtype == dtype
-        assert_close(name, *values)
+        assert_close(name, [values])
     for needs in itertools.product([False, True], repeat=3):
         for needed, some, all_of_it in zip(
             needs, bindings.masked_linear_backward(*arguments, needs, 0), got[1:], strict=True
@@ -213,4 +213,4 @@ def test_bound_mfnnr(bindings: Any, case: Mfnnr) -> None:
             else:  # gradients of one draw, and some of few numbers: test_cuda_host.py compares several draws
                 scale = float(batch * n) if name == "grad_tau" else 0.0
                 looser = {"factor": 4, "roundings": 4} if name.startswith("grad") else {}
-                assert_close(name, *three, scale=scale, **looser)
+                assert_close(name, [three], scale=scale, **looser)

@@ -69,7 +69,7 @@ def assert_agrees(
     chosen = backends.current()
     draws = draws or (8 if chosen is None else chosen.draws)
     truncates = backends.INTERPRETED and (backend or fastmod.backend.active()) == "triton"
-    worst: list[list[float]] = []
+    drawn: list[list[Results]] = []
     for _ in range(draws):
         inputs = list(draw())
         with fastmod.use_backend("reference"):
@@ -78,31 +78,52 @@ def assert_agrees(
         ours = run(function, inputs, grads, backend, grad_layout)
         plain = run(function, inputs, grads, "reference", grad_layout)
         exact = run(function, [t.double() for t in inputs], grads, "reference", grad_layout)
-        worst = worst or [[0.0, 0.0, 0.0] for _ in exact]
-        first_grad = len(worst) - len(inputs)
-        for i, (a, b, c) in enumerate(zip(ours, plain, exact, strict=True)):
-            assert a.dtype == b.dtype and a.shape == c.shape, f"result {i}: {a.dtype} {a.shape}, {b.dtype} {c.shape}"
-            assert i >= first_grad or a.is_contiguous(memory_format=memory_format), f"result {i}: not contiguous"
-            if a.numel() == 0:
-                continue
-            assert torch.equal(a.isfinite(), b.isfinite()), f"result {i}: not finite where PyTorch is, or vice versa"
-            kept = c.isfinite() & b.isfinite()
-            odd = ~b.isfinite()
-            torch.testing.assert_close(a[odd], b[odd], rtol=0, atol=0, equal_nan=True, msg=f"result {i}: NaN or inf")
-            if kept.any():
-                errors = [(x.double() - c)[kept].abs().max().item() for x in (a, b)]
-                size = c[kept].abs().max().item()
-                limit = _roundings(a.dtype, roundings, size, scale)
-                if a.dtype in (torch.bfloat16, torch.float16):
-                    limit += half_roundings * torch.finfo(a.dtype).eps * size
-                if truncates and a.dtype == torch.bfloat16:
-                    limit += torch.finfo(a.dtype).eps * size  # the interpreter cuts fp32 off to bf16, a GPU rounds
-                worst[i] = [max(p, q) for p, q in zip(worst[i], [*errors, limit], strict=True)]
-    for i, (error, plain_error, limit) in enumerate(worst):
+        first_grad = len(exact) - len(inputs)
+        for i, output in enumerate(ours[:first_grad]):
+            assert output.is_contiguous(memory_format=memory_format), f"result {i}: not contiguous"
+        drawn.append(list(zip(ours, exact, plain, strict=True)))
+    for i, results in enumerate(zip(*drawn, strict=True)):
         factor = 2.0 if i < first_grad else grad_factor
-        assert error <= factor * plain_error + limit, (
-            f"result {i}: error {error:.3g}, plain PyTorch {plain_error:.3g}, allowed roundings {limit:.3g}"
+        assert_close(f"result {i}", results, factor, roundings, half_roundings, scale, truncates)
+
+
+#: What a kernel gave, what the reference gives in fp64, what it gives in the same dtype.
+Results = tuple[Tensor, Tensor, Tensor]
+
+
+def assert_close(
+    name: str,
+    draws: Sequence[Results],
+    factor: float = 2.0,
+    roundings: float = 2.0,
+    half_roundings: float = 0.0,
+    scale: float = 0.0,
+    truncates: bool = False,
+) -> None:
+    """One result of several draws, as :func:`assert_agrees` tells. ``truncates``: the interpreter makes bf16 of fp32 by
+    cutting it off, where a GPU rounds."""
+    error = plain_error = limit = 0.0
+    for got, exact, plain in draws:
+        assert got.dtype == plain.dtype, f"{name}: {got.dtype}, expected {plain.dtype}"
+        assert got.shape == exact.shape, f"{name}: {tuple(got.shape)}, expected {tuple(exact.shape)}"
+        known, odd = exact.isfinite() & plain.isfinite(), ~plain.isfinite()
+        assert torch.equal(got.isfinite(), ~odd), f"{name}: not finite where plain PyTorch is, or vice versa"
+        torch.testing.assert_close(got[odd], plain[odd], rtol=0, atol=0, equal_nan=True, msg=f"{name}: NaN or infinity")
+        if not known.any():
+            continue
+        error, plain_error = (
+            max(worst, (t.double() - exact)[known].abs().max().item())
+            for worst, t in ((error, got), (plain_error, plain))
         )
+        size = exact[known].abs().max().item()
+        allowed = _roundings(got.dtype, roundings, size, scale)
+        if got.dtype in (torch.bfloat16, torch.float16):
+            half = half_roundings + (truncates and got.dtype == torch.bfloat16)
+            allowed += half * torch.finfo(got.dtype).eps * size
+        limit = max(limit, allowed)
+    assert error <= factor * plain_error + limit, (
+        f"{name}: error {error:.3g}, plain PyTorch {plain_error:.3g}, allowed roundings {limit:.3g}"
+    )
 
 
 def _roundings(dtype: torch.dtype, roundings: float, size: float, scale: float) -> float:

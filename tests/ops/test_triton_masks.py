@@ -101,7 +101,7 @@ def check(case: Mask, laid: Callable[[Tensor], Tensor] = torch.clone) -> None:
     assert_same_masks(masks, torch.ops.fastmod.sample_mask_forward(logits, weight, *arguments), "native on the CPU")
     got = kernels.sample_mask_backward(grad, logits, weight, *arguments, case.tau, base)
     assert got.is_contiguous()
-    assert_close("dlogits", got, *mask_gradients(case, grad, logits, weight, base))
+    assert_close("dlogits", [(got, *mask_gradients(case, grad, logits, weight, base))], truncates=True)
     sure = logits.abs() >= 1e4
     assert torch.equal(got[sure], torch.zeros(count, dtype=dtype)[sure] if base is None else base[sure])
 
