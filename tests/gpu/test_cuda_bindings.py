@@ -12,7 +12,6 @@ from torch import Tensor
 from fastmod.ops._checks import FLOAT_DTYPES, compute_dtype
 from fastmod.ops.masked_linear import reference as masked_linear_reference
 from fastmod.ops.mfnnr import NO_PENALTY
-from fastmod.ops.sample_mask import reference as sample_mask_reference
 from tests.helpers.cuda_host import build_bindings
 from tests.helpers.cuda_host.checks import (
     ARGMAX,
@@ -26,7 +25,6 @@ from tests.helpers.cuda_host.checks import (
     assert_same_masks,
     gradients,
     linears,
-    mask_gradients,
     mask_logits,
     plain_mfnnr,
     random,
@@ -42,25 +40,6 @@ def bindings() -> Any:
 def permuted(tensor: Tensor) -> Tensor:
     """The same values, dense but in another order in memory."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 6, 2), (0, 3), ()], ids=str)
-def test_bound_sample_mask(bindings: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    size = torch.Size(shape)
-    laid = permuted if len(shape) > 1 else torch.clone
-    for case in (Mask(size.numel(), dtype, first=2), Mask(size.numel(), dtype, weighted=False, base=False, tau=0.5)):
-        logits = laid(mask_logits(case).view(size))
-        weight = laid(random(*shape, dtype=dtype, seed=1)) if case.weighted else None
-        base = laid(random(*shape, dtype=dtype, seed=2)) if case.base else None
-        grad = random(1, dtype=dtype).expand(case.samples, *shape)
-        arguments = (case.first, case.samples, torch.tensor(case.seed), case.stream)
-        masks = bindings.sample_mask_forward(logits, weight, *arguments)
-        assert masks.is_contiguous()
-        assert_same_masks(masks, sample_mask_reference(logits, weight, *arguments, 1.0))
-        got = bindings.sample_mask_backward(grad, logits, weight, *arguments, case.tau, base)
-        assert got.is_contiguous()
-        assert_close("grad_logits", [(got, *mask_gradients(case, grad, logits, weight, base))])
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
