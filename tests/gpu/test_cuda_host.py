@@ -13,7 +13,6 @@ import torch
 
 from fastmod import noise
 from fastmod.ops._checks import FLOAT_DTYPES
-from fastmod.ops.mfnnr import NO_PENALTY
 from fastmod.ops.mfnnr import reference as mfnnr_reference
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
@@ -122,11 +121,10 @@ def test_sample_mask(plain: Harness, case: Mask) -> None:
 
 # ---- masked_linear
 
+#: The thresholds, which ops do not show; the seed in device memory, as on a GPU.
 MASKED_LINEAR = [
-    *[MaskedLinear(sizes, dtype) for sizes in [(3, 5, 7), (33, 70, 36)] for dtype in FLOAT_DTYPES],  # 36: in quads
     *[MaskedLinear((5, 9, 8), dtype, samples=3, tau=0.5, biased=False, pointer=True) for dtype in FLOAT_DTYPES],
-    *[MaskedLinear(sizes) for sizes in [(1, 1, 1), (64, 65, 66), (32, 64, 64), (16, 33, 67)]],
-    *[MaskedLinear(sizes) for sizes in [(0, 3, 4), (2, 0, 4), (2, 3, 0)]],
+    *[MaskedLinear((33, 70, 36), dtype) for dtype in FLOAT_DTYPES],
     *[MaskedLinear((4, 6, 8), needs=needs) for needs in [(True, False), (False, True)]],
     *[MaskedLinear((4, 6, inputs), special=True) for inputs in (5, 8)],
 ]
@@ -145,20 +143,12 @@ def test_masked_linear_refuses_many_rows(plain: Harness) -> None:
 
 # ---- mfnnr
 
+#: Logits far apart, and activations that nobody keeps.
 MFNNR = [
-    Mfnnr((1, 1, 1, 1)),
-    Mfnnr((0, 3, 4, 5), (9,), (9,)),
-    *[Mfnnr((33, 6, 8, 10), (100,), (100,), dtype, mode) for dtype in (F32, F64) for mode in range(3)],
     SMALL_MFNNR,
-    SMALL_MFNNR._replace(dtype=F64),
-    SMALL_MFNNR._replace(context=False),
     SMALL_MFNNR._replace(save=False),
-    SMALL_MFNNR._replace(threshold=NO_PENALTY),
-    SMALL_MFNNR._replace(threshold=0.0),
     SMALL_MFNNR._replace(scale=1e4),
     SMALL_MFNNR._replace(scale=1e4, mode=GUMBEL, dtype=F64),
-    Mfnnr((16, 5, 13, 11), (128, 1), (), mode=GUMBEL),  # 156 outputs: two chunks of columns
-    Mfnnr((5, 40, 2, 3), (), (128, 128, 128), F64),  # M in two chunks
 ]
 
 

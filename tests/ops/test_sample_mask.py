@@ -1,4 +1,4 @@
-"""sample_mask, masked_weight on every backend: masks bit for bit those of the contract, gradients of relaxed samples."""
+"""sample_mask, masked_weight on every backend: masks bit by bit those of the contract, gradients of relaxed samples."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_samples_streams_and_weights_are_independent() -> None:
 
 
 # A group index just below 2**32 that is passed within the draw, one beyond it, one near the end of 64 bits.
-# Not in Triton's interpreter, which forgets that arguments are declared to have 64 bits; KERNEL_CASES has others for it.
+# Not in Triton's interpreter, which forgets that arguments are declared as 64 bits; KERNEL_CASES has others for it.
 @pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
 @pytest.mark.parametrize(("numel", "start"), [(1001, 2**34), (37, 3 * 2**34), (1001, 2**50), (515, 2**62)])
 def test_far_out_in_the_index_space(backend: backends.Backend, numel: int, start: int) -> None:
