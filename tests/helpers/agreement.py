@@ -51,7 +51,6 @@ def assert_agrees(
     draw: Callable[[], Sequence[Tensor]],
     *,
     draws: int | None = None,
-    backend: str | None = None,
     roundings: float = 2.0,
     half_roundings: float = 0.0,
     grad_factor: float = 2.0,
@@ -68,14 +67,14 @@ def assert_agrees(
     """
     chosen = backends.current()
     draws = draws or (8 if chosen is None else chosen.draws)
-    truncates = backends.INTERPRETED and (backend or fastmod.backend.active()) == "triton"
+    truncates = backends.INTERPRETED and fastmod.backend.active() == "triton"
     drawn: list[list[Results]] = []
     for _ in range(draws):
         inputs = list(draw())
         with fastmod.use_backend("reference"):
             shapes = function(*inputs)
         grads = [torch.randn(o.shape) for o in (shapes if isinstance(shapes, tuple) else (shapes,))]
-        ours = run(function, inputs, grads, backend, grad_layout)
+        ours = run(function, inputs, grads, None, grad_layout)
         plain = run(function, inputs, grads, "reference", grad_layout)
         exact = run(function, [t.double() for t in inputs], grads, "reference", grad_layout)
         first_grad = len(exact) - len(inputs)

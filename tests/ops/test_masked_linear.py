@@ -130,18 +130,25 @@ def test_dtypes_on_every_backend(sizes: tuple[int, int, int, int], dtype: torch.
     assert_agrees(function, lambda: draw(*sizes, dtype)[:3], draws=2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_layouts(backend: backends.Backend, layout: str) -> None:
-    for dtype in DTYPES[:1] if backend is backends.TRITON else DTYPES:
-        check_layout(layout, dtype)
-
-
 def check_layout(layout: str, dtype: torch.dtype) -> None:
     def inputs():
         x, *rest = (laid_out(t, layout) for t in draw(3, 5, 9, 6, dtype))
         return [x.unsqueeze(1), *rest]
 
-    assert_agrees(layer(3), inputs, draws=2, grad_layout=layout)
+    assert_agrees(layer(3), inputs, grad_layout=layout)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layouts(layout: str) -> None:
+    check_layout(layout, torch.float32)
+
+
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layouts_of_other_dtypes(backend: backends.Backend, layout: str, dtype: torch.dtype) -> None:
+    check_layout(layout, dtype)
 
 
 @pytest.mark.usefixtures("backend")
