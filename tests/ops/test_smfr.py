@@ -9,8 +9,8 @@ import torch
 
 import fastmod
 from fastmod import ops
-from tests.agreement import assert_agrees, laid_out, opchecked, run
-from tests.test_mfnnr import GRAD_FACTOR, linears
+from tests.helpers.agreement import assert_agrees, laid_out, opchecked, run
+from tests.ops.test_mfnnr import GRAD_FACTOR, linears
 
 COUNTS = (3, 4, 4, 2)
 
@@ -46,8 +46,17 @@ def test_matches_fp64(batch: int, mode: str, context: bool) -> None:
     assert_agrees(function, lambda: draw(batch, context=context), draws=draws, grad_factor=GRAD_FACTOR)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize("mode", ["softmax", "gumbel", "argmax"])
+def test_every_backend_matches_fp64(mode: str, context: bool) -> None:
+    function = call(mode=mode, context=context)
+    assert_agrees(function, lambda: draw(3, context=context), grad_factor=GRAD_FACTOR)
+
+
+@pytest.mark.usefixtures("backend")
 def test_equals_single_layers_bit_for_bit() -> None:
-    x, t0, t1, t2, *params = draw(100)
+    x, t0, t1, t2, *params = draw(9)
     out, penalty = call()(x, t0, t1, t2, *params)
     total = 0.0
     for i, tau in enumerate((t0, t1, t2)):
