@@ -15,7 +15,7 @@ from torch.nn.functional import conv2d
 
 import fastmod
 from fastmod import ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out
+from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out
 from tests.helpers.mask_cases import (
     SEEDS,
     TAUS,
@@ -30,8 +30,8 @@ from tests.helpers.mask_cases import (
     threads,
     wrong_numbers,
 )
-from tests.test_masked_linear import NAMES
-from tests.test_sample_mask import by_reference, module
+from tests.ops.test_masked_linear import NAMES
+from tests.ops.test_sample_mask import by_reference, module
 
 # What torch.nn.functional.conv2d takes, in the form it takes it.
 OPTIONS = {
@@ -411,7 +411,7 @@ def fuzz(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error(seed: int) -> None:
-    in_a_process(f"from tests.test_masked_conv2d import fuzz; fuzz({seed})")
+    in_a_process(f"from tests.ops.test_masked_conv2d import fuzz; fuzz({seed})")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from fastmod.ops._checks import FLOAT_DTYPES, compute_dtype
-from fastmod.ops.gated_residual import reference as gated_residual_reference
 from fastmod.ops.masked_linear import reference as masked_linear_reference
 from fastmod.ops.mfnnr import NO_PENALTY
 from fastmod.ops.multiplex import reference as multiplex_reference
-from fastmod.ops.range_penalty import reference as range_penalty_reference
 from fastmod.ops.sample_mask import reference as sample_mask_reference
-from tests.cuda_host import build_bindings
-from tests.cuda_host.checks import (
+from tests.helpers.cuda_host import build_bindings
+from tests.helpers.cuda_host.checks import (
     ARGMAX,
     F64,
     GUMBEL,
@@ -77,31 +75,6 @@ def test_bound_multiplex(bindings: Any, dtype: torch.dtype, mode: int) -> None:
     assert torch.equal(by_value[1], got[2])
     assert none.item() == 0
     assert none.dtype == wide
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_bound_gate_and_penalty(bindings: Any, dtype: torch.dtype) -> None:
-    x, new = permuted(random(2, 3, 4, dtype=dtype)), random(2, 3, 4, dtype=dtype, seed=1)
-    gate = random(2, 3, dtype=dtype)
-    grad = random(1, dtype=dtype).expand(2, 3, 4)
-    inputs = [x, new, gate, grad]
-    exact = gradients(gated_residual_reference, inputs, F64)
-    usual = gradients(gated_residual_reference, inputs, dtype)
-    got = [bindings.gated_residual_forward(x, new, gate), *bindings.gated_residual_backward(grad, x, new, gate)]
-    for name, *values in zip(["out", "grad_x", "grad_new", "grad_gate"], got, exact, usual, strict=True):
-        assert_close(name, *values)
-
-    def plain(*logits: Tensor) -> Tensor:
-        return range_penalty_reference(logits, 0.5)
-
-    tensors = [x, gate, x[:0], new[0, 0, 0]]
-    weight = torch.tensor(0.3, dtype=compute_dtype(x))
-    exact, usual = gradients(plain, [*tensors, weight], F64), gradients(plain, [*tensors, weight], dtype)
-    got = [bindings.range_penalty_forward(tensors, 0.5), *bindings.range_penalty_backward(weight, tensors, 0.5)]
-    assert got[0].dtype == weight.dtype
-    assert got[0].dim() == 0
-    for i, values in enumerate(zip(got, exact, usual, strict=True)):
-        assert_close(f"penalty[{i}]", *values)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

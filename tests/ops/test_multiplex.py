@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
 
 SHAPES = [(128, 6, 8, 10), (5, 16, 16, 32), (3, 5, 4, 196), (1, 1, 1, 1), (67, 3, 5, 7), (2, 40, 33, 3)]
 # Too large for a tile, so one element after the other: rows that fill no block of a product and columns that fill no

@@ -21,7 +21,7 @@ from fastmod.ops.mfnnr import reference as mfnnr_reference
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
 from fastmod.ops.sample_mask import reference as sample_mask_reference
-from tests.cuda_host import Harness, InOut, Out, UnavailableError
+from tests.helpers.cuda_host import Harness, InOut, Out, UnavailableError
 
 F32, F64 = torch.float32, torch.float64
 SOFTMAX, GUMBEL, ARGMAX = 0, 1, 2

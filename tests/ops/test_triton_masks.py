@@ -14,8 +14,8 @@ import fastmod
 from fastmod import noise, ops
 from fastmod.ops._checks import FLOAT_DTYPES
 from fastmod.ops.sample_mask import reference, words_off
-from tests.agreement import assert_agrees
-from tests.cuda_host.checks import (
+from tests.helpers.agreement import assert_agrees
+from tests.helpers.cuda_host.checks import (
     INF,
     SEED,
     Mask,
@@ -25,7 +25,7 @@ from tests.cuda_host.checks import (
     mask_logits,
     random,
 )
-from tests.interpreter import INTERPRETED, QUIET, drawing, interpreted, run_of, watched
+from tests.helpers.interpreter import INTERPRETED, QUIET, drawing, interpreted, run_of, watched
 
 pytestmark = QUIET
 test_in_the_interpreter = run_of(__file__)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastmod import _extension, backend, noise
 from fastmod.ops._checks import compute_dtype
-from tests.interpreter import (
+from tests.helpers.interpreter import (
     ARGMAX,
     DTYPES,
     GUMBEL,
