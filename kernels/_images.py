@@ -7,6 +7,7 @@ second, small kernel: the same to the bit at every call.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 IEEE, TF32, TF32_THRICE = 0, 1, 2
 _TF32 = tl.constexpr(TF32)
 _TF32_THRICE = tl.constexpr(TF32_THRICE)
+#: The interpreter cuts fp32 off to bf16 where a GPU rounds.
+_CUTS_OFF = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 #: Of the kernels that add up partial sums: rows of them and columns of one step.
 SUMS_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
 
@@ -53,6 +56,17 @@ def product(a, b, total, PRECISION: tl.constexpr):
     if PRECISION == _TF32:
         return tl.dot(a, b, total, input_precision="tf32", out_dtype=total.dtype)
     return tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr):
+    """``value`` in ``dtype``, rounded to nearest. What is computed from it is as on a GPU, in the interpreter as well."""
+    if _CUTS_OFF:
+        if dtype == tl.bfloat16:
+            bits = value.to(tl.int32, bitcast=True)
+            near = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+            return tl.where(value == value, near, value).to(dtype)
+    return value.to(dtype)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 Forward: rows are the pixels of y, columns its channels, and what they sum over is ``k = tap * CIN + ci``. Backward of
 the input: rows are the pixels of x, the sum goes over ``k = tap * COUT + co``. With stride 2 only some taps reach a
-pixel, those that have its parity; a program takes pixels of one parity, and no tap in vain. Backward of the weight: rows
-are output channels, columns ``tap * CIN + ci``, the sum goes over pixels, in several parts.
+pixel, by its parity; a program takes pixels of one parity, and no tap in vain. Backward of the weight: rows are output
+channels, columns ``tap * CIN + ci``, the sum goes over pixels, in several parts.
 
 Where the gradients of mean and var are given, the gradient of y is completed while it is loaded.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from fastmod.kernels._common import OPTIONS, compute_type, divide, guard
@@ -29,6 +28,7 @@ from fastmod.kernels._images import (
     precision,
     product,
     rectified,
+    rounded,
     store_part,
     through,
 )
@@ -84,7 +84,7 @@ def z_tile(
         z = rectified(z)
     if gate_ptr is not None:
         z *= tl.load(gate_ptr + image[:, None] + channels[None, :], mask=inside, other=0.0).to(CT)
-    return tl.where(inside, z, 0.0).to(x_ptr.dtype.element_ty).to(DT)
+    return rounded(tl.where(inside, z, 0.0), x_ptr.dtype.element_ty).to(DT)
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def forward_kernel(
             total = product(z, w, total, PRECISION)
     if bias_ptr is not None:
         total += per_column(bias_ptr, expert * COUT, n, n < COUT, CT)
-    y = total.to(y_ptr.dtype.element_ty)
+    y = rounded(total, y_ptr.dtype.element_ty)
     # [B, E, HO, WO, COUT]
     place = (((b * E + expert) * HO + yo) * WO + xo) * COUT
     tl.store(y_ptr + place[:, None] + n[None, :], y, mask=row[:, None] & (n < COUT)[None, :])
@@ -253,7 +253,8 @@ def backward_x_kernel(
                 g = grad_tile(
                     grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr, (base + step * COUT)[:, None] + n[None, :],
                     inside, other * COUT + n, channel, share, CT,
-                ).to(x_ptr.dtype.element_ty).to(CT)  # fmt: skip
+                )  # fmt: skip
+                g = rounded(g, x_ptr.dtype.element_ty).to(CT)
                 dz += g * per_column(weight_ptr, tap, (other * COUT + n) * (KSIZE * KSIZE), channel, CT)
         else:
             for first in range(0, inner * taps * COUT, BLOCK_K):
@@ -268,7 +269,8 @@ def backward_x_kernel(
                 g = grad_tile(
                     grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr,
                     base[:, None] + (step * COUT + co)[None, :], inside, other * COUT + co, known, share, CT,
-                ).to(x_ptr.dtype.element_ty).to(DT)  # fmt: skip
+                )  # fmt: skip
+                g = rounded(g, x_ptr.dtype.element_ty).to(DT)
                 at = ((other * COUT + co) * (KSIZE * KSIZE * CIN) + tap * W_TAP)[:, None] + (n * W_CHANNEL)[None, :]
                 w = tl.load(weight_ptr + at, mask=known[:, None] & channel[None, :], other=0.0).to(DT)
                 dz = product(g, w, dz, PRECISION)
@@ -306,7 +308,8 @@ def backward_x_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def backward_weight_kernel(
     grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr, x_ptr, scale_ptr, shift_ptr, gate_ptr, sums_ptr,
-    B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32, chunk: tl.int64, CIN: tl.constexpr, COUT: tl.constexpr, KSIZE: tl.constexpr, STRIDE: tl.constexpr,
+    B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32, chunk: tl.int64,
+    CIN: tl.constexpr, COUT: tl.constexpr, KSIZE: tl.constexpr, STRIDE: tl.constexpr,
     DEPTHWISE: tl.constexpr, RELU: tl.constexpr, SHARED: tl.constexpr, ONE_AFFINE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_J: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
@@ -345,7 +348,7 @@ def backward_weight_kernel(
             bits = tl.where(row, reached(top, left, H, W, KSIZE), 0)
             base = (((b if SHARED else b * E + expert) * H + top) * W + left) * CIN
             gates = (b * E + expert) * CIN
-            g = g.to(x_ptr.dtype.element_ty)
+            g = rounded(g, x_ptr.dtype.element_ty)
             if DEPTHWISE:
                 z = z_tile(
                     x_ptr, scale_ptr, shift_ptr, gate_ptr, bits, base, gates, affine, column + o * 0, o, output, W,
