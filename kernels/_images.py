@@ -8,6 +8,7 @@ second, small kernel: the same to the bit at every call.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastmod.ops._checks import compute_dtype
+
 IEEE, TF32, TF32_THRICE = 0, 1, 2
 _TF32 = tl.constexpr(TF32)
 _TF32_THRICE = tl.constexpr(TF32_THRICE)
 #: The interpreter cuts fp32 off to bf16 where a GPU rounds.
 _CUTS_OFF = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-#: Of the kernels that add up partial sums: rows of them and columns of one step.
-SUMS_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
 
 
 def innermost(images: Tensor) -> Tensor:
@@ -43,6 +44,26 @@ def _tf32_allowed() -> bool:
     return settings.fp32_precision == "tf32" if hasattr(settings, "fp32_precision") else bool(settings.allow_tf32)
 
 
+def refuse(x: Tensor, **others: tuple[Tensor | None, Sequence[tuple[int, ...]]]) -> None:
+    """What would be read beyond its end, or as another dtype; ``others``: tensors and the shapes they may have. Scales
+    and statistics have the dtype of the sums."""
+    for name, (tensor, shapes) in others.items():
+        if tensor is None:
+            continue
+        wide = any(part in name for part in ("scale", "shift", "mean", "var"))
+        dtype = compute_dtype(x) if wide else x.dtype
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
+        if tuple(tensor.shape) not in shapes:
+            raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(tensor.shape)}")
+
+
+def sums_tile(parts: int) -> dict[str, int]:
+    """Of the kernels that add up parts: so many of them, and columns, at once."""
+    block_r = power(parts, 1, 32)
+    return {"BLOCK_R": block_r, "BLOCK_C": 1024 // block_r}
+
+
 def power(size: int, least: int, most: int) -> int:
     """The tile of ``size`` columns."""
     return min(max(triton.next_power_of_2(size), least), most)
@@ -60,7 +81,7 @@ def product(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """``value`` in ``dtype``, rounded to nearest. What is computed from it is as on a GPU, in the interpreter as well."""
+    """``value`` in ``dtype``, rounded to nearest: what is computed from it is as on a GPU, interpreted or not."""
     if _CUTS_OFF:
         if dtype == tl.bfloat16:
             bits = value.to(tl.int32, bitcast=True)
@@ -112,4 +133,5 @@ def column_sums(ptr, rows, columns, N, BLOCK_R: tl.constexpr, BLOCK_C: tl.conste
 @triton.jit
 def store_part(ptr, columns, first, end, values):
     """The ``values`` of the columns from ``first`` to ``end``, into a tensor of their own."""
+    values = rounded(values, ptr.dtype.element_ty)
     tl.store(ptr + columns - first, values, mask=(columns >= first) & (columns < end))

@@ -18,7 +18,6 @@ import triton.language as tl
 from fastmod.kernels._common import OPTIONS, compute_type, divide, guard
 from fastmod.kernels._images import (
     IEEE,
-    SUMS_TILE,
     TF32_THRICE,
     column_sums,
     innermost,
@@ -28,8 +27,10 @@ from fastmod.kernels._images import (
     precision,
     product,
     rectified,
+    refuse,
     rounded,
     store_part,
+    sums_tile,
     through,
 )
 from fastmod.kernels.masked_linear import factor_type
@@ -42,63 +43,65 @@ from fastmod.ops.norm_conv import out_shape
 
 #: Parts of the weight's gradient: enough programs for a large GPU, as few as it takes of at least so many pixels.
 PROGRAMS, LEAST_PIXELS = 512, 512
+#: Tiles of statistics and channels of one step.
+STATS_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
 SIZES = ["B", "E", "H", "W", "chunk"]
 
 
 @triton.jit
-def reached(y, x, H, W, KSIZE: tl.constexpr):
-    """One bit per tap, whether it lies inside the image for windows that begin at (y, x)."""
-    bits = tl.zeros(y.shape, tl.int32)
-    for tap in tl.static_range(KSIZE * KSIZE):
-        row, column = y + tap // KSIZE, x + tap % KSIZE
-        inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
-        bits |= tl.where(inside, 1 << tap, 0)
-    return bits
-
-
-@triton.jit
-def written(y, x, py, px, HO, WO, KSIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """One bit per tap, whether by it the pixel (y, x) among those of parity (py, px) reaches a pixel of the output."""
-    bits = tl.zeros(y.shape, tl.int32)
-    for tap in tl.static_range(KSIZE * KSIZE):
-        row = y + (py + KSIZE // 2 - tap // KSIZE) // STRIDE
-        column = x + (px + KSIZE // 2 - tap % KSIZE) // STRIDE
-        inside = (row >= 0) & (row < HO) & (column >= 0) & (column < WO)
-        bits |= tl.where(inside, 1 << tap, 0)
-    return bits
+def taps_at(y, x, H, W, py, px, KSIZE: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr):
+    """One bit per tap, whether the pixel it leads to lies in the image of H x W: from windows that begin at (y, x), or
+    BACK, from the pixels (y, x) among those of parity (py, px) to the windows that they are read in."""
+    rows = tl.zeros(y.shape, tl.int32)
+    columns = tl.zeros(y.shape, tl.int32)
+    for tap in tl.static_range(KSIZE):
+        row = y + ((py + KSIZE // 2 - tap) // STRIDE if BACK else tap)
+        column = x + ((px + KSIZE // 2 - tap) // STRIDE if BACK else tap)
+        rows |= tl.where((row >= 0) & (row < H), ((1 << KSIZE) - 1) << (tap * KSIZE), 0)
+        columns |= tl.where((column >= 0) & (column < W), (1 if KSIZE == 1 else 0b001001001) << tap, 0)
+    return rows & columns
 
 
 @triton.jit
 def z_tile(
-    x_ptr, scale_ptr, shift_ptr, gate_ptr, bits, base, image, affine, taps, channels, known, W, CIN: tl.constexpr,
-    KSIZE: tl.constexpr, RELU: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    x_ptr, gate_ptr, scale, shift, bits, base, gates, taps, channels, known, W, CIN: tl.constexpr,
+    KSIZE: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """z ``[rows, columns]``: row r at the window of offset ``base``, column k its pixel ``taps[k]``, ``channels[k]``;
     0 beside the image."""
     inside = known[None, :] & (((bits[:, None] >> taps[None, :]) & 1) != 0)
     offset = ((taps // KSIZE).to(tl.int64) * W + taps % KSIZE) * CIN + channels
     z = tl.load(x_ptr + base[:, None] + offset[None, :], mask=inside, other=0.0).to(CT)
-    if scale_ptr is not None:
-        z = z * per_column(scale_ptr, affine, channels, known, CT) + per_column(shift_ptr, affine, channels, known, CT)
+    if AFFINE:
+        z = z * scale[None, :] + shift[None, :]
     if RELU:
-        z = rectified(z)
+        z = tl.where(z < 0, 0.0, z)
     if gate_ptr is not None:
-        z *= tl.load(gate_ptr + image[:, None] + channels[None, :], mask=inside, other=0.0).to(CT)
+        z *= tl.load(gate_ptr + gates[:, None] + channels[None, :], mask=inside, other=0.0).to(CT)
     return rounded(tl.where(inside, z, 0.0), x_ptr.dtype.element_ty).to(DT)
 
 
 @triton.jit
-def grad_tile(
-    grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr, offsets, inside, of_channel, known, share, CT: tl.constexpr
-):  # fmt: skip
-    """The whole gradient of y, ``[rows, columns]``; ``share``: 1 / values per mean; 0 where not ``inside``."""
-    g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(CT)
+def grad_columns(grad_mean_ptr, grad_var_ptr, mean_ptr, of_channel, known, share, CT: tl.constexpr):
+    """What the gradients of mean and var add to that of y, per channel: ``level + slope * (y - mean)``; ``share``:
+    1 / values per mean."""
+    level = tl.zeros(of_channel.shape, CT)
+    slope, mean = level, level
     if grad_mean_ptr is not None:
-        g += per_column(grad_mean_ptr, 0, of_channel, known, CT) * share
+        level = tl.load(grad_mean_ptr + of_channel, mask=known, other=0.0) * share
     if grad_var_ptr is not None:
+        slope = tl.load(grad_var_ptr + of_channel, mask=known, other=0.0) * (2 * share)
+        mean = tl.load(mean_ptr + of_channel, mask=known, other=0.0)
+    return level, slope, mean
+
+
+@triton.jit
+def grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT: tl.constexpr):
+    """The whole gradient of y, ``[rows, columns]``; 0 where not ``inside``."""
+    g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(CT) + level[None, :]
+    if y_ptr is not None:
         y = tl.load(y_ptr + offsets, mask=inside, other=0.0).to(CT)
-        slope = per_column(grad_var_ptr, 0, of_channel, known, CT) * (2 * share)
-        g += slope * (y - per_column(mean_ptr, 0, of_channel, known, CT))
+        g += slope[None, :] * (y - mean[None, :])
     return tl.where(inside, g, 0.0)
 
 
@@ -119,26 +122,38 @@ def forward_kernel(
     row = tile * BLOCK_M + local < B * HO * WO
     b, yo, xo = pixels(tile * BLOCK_M, local, HO, WO)
     top, left = yo * STRIDE - KSIZE // 2, xo * STRIDE - KSIZE // 2
-    bits = tl.where(row, reached(top, left, H, W, KSIZE), 0)
+    bits = tl.where(row, taps_at(top, left, H, W, 0, 0, KSIZE, STRIDE, False), 0)
     image = b if SHARED else b * E + expert
     base = ((image * H + top) * W + left) * CIN
     gates = (b * E + expert) * CIN
+    AFFINE: tl.constexpr = scale_ptr is not None
     affine = 0 if ONE_AFFINE else expert * CIN
     total = tl.zeros([BLOCK_M, BLOCK_N], CT)
     if DEPTHWISE:
+        scale = tl.zeros([BLOCK_N], CT)
+        shift = scale
+        if AFFINE:
+            scale = tl.load(scale_ptr + affine + n, mask=n < CIN, other=0.0)
+            shift = tl.load(shift_ptr + affine + n, mask=n < CIN, other=0.0)
         for tap in range(KSIZE * KSIZE):
             z = z_tile(
-                x_ptr, scale_ptr, shift_ptr, gate_ptr, bits, base, gates, affine, tap + n * 0, n, n < COUT, W,
-                CIN, KSIZE, RELU, CT, CT,
+                x_ptr, gate_ptr, scale, shift, bits, base, gates, tap + n * 0, n, n < COUT, W,
+                CIN, KSIZE, RELU, AFFINE, CT, CT,
             )  # fmt: skip
-            total += z * per_column(weight_ptr, tap, (expert * COUT + n) * (KSIZE * KSIZE), n < COUT, CT)
+            w = tl.load(weight_ptr + (expert * COUT + n) * (KSIZE * KSIZE) + tap, mask=n < COUT, other=0.0)
+            total += z * w.to(CT)[None, :]
     else:
         for first in range(0, KSIZE * KSIZE * CIN, BLOCK_K):
             k = first + tl.arange(0, BLOCK_K)
             known = k < KSIZE * KSIZE * CIN
+            scale = tl.zeros([BLOCK_K], CT)
+            shift = scale
+            if AFFINE:
+                scale = tl.load(scale_ptr + affine + k % CIN, mask=known, other=0.0)
+                shift = tl.load(shift_ptr + affine + k % CIN, mask=known, other=0.0)
             z = z_tile(
-                x_ptr, scale_ptr, shift_ptr, gate_ptr, bits, base, gates, affine, k // CIN, k % CIN, known, W,
-                CIN, KSIZE, RELU, DT, CT,
+                x_ptr, gate_ptr, scale, shift, bits, base, gates, k // CIN, k % CIN, known, W,
+                CIN, KSIZE, RELU, AFFINE, DT, CT,
             )  # fmt: skip
             place = (k % CIN * W_CHANNEL + k // CIN * W_TAP)[:, None]
             place += ((expert * COUT + n) * (KSIZE * KSIZE * CIN))[None, :]
@@ -224,7 +239,7 @@ def backward_x_kernel(
     dy0, dx0 = (py + PAD) % STRIDE, (px + PAD) % STRIDE  # the first taps that reach this parity, then every STRIDE-th
     nx = (KSIZE - dx0 + STRIDE - 1) // STRIDE
     taps = (KSIZE - dy0 + STRIDE - 1) // STRIDE * nx
-    bits = tl.where(row, written(y, x, py, px, HO, WO, KSIZE, STRIDE), 0)
+    bits = tl.where(row, taps_at(y, x, HO, WO, py, px, KSIZE, STRIDE, True), 0)
     n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = n < CIN
     mask = row[:, None] & channel[None, :]
@@ -250,12 +265,14 @@ def backward_x_kernel(
                 step = (other - expert) * HO * WO + ((py + PAD - dy) // STRIDE * WO + (px + PAD - dx) // STRIDE)
                 tap = dy * KSIZE + dx
                 inside = channel[None, :] & (((bits >> tap) & 1) != 0)[:, None]
-                g = grad_tile(
-                    grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr, (base + step * COUT)[:, None] + n[None, :],
-                    inside, other * COUT + n, channel, share, CT,
-                )  # fmt: skip
+                level, slope, mean = grad_columns(
+                    grad_mean_ptr, grad_var_ptr, mean_ptr, other * COUT + n, channel, share, CT
+                )
+                offsets = (base + step * COUT)[:, None] + n[None, :]
+                g = grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT)
                 g = rounded(g, x_ptr.dtype.element_ty).to(CT)
-                dz += g * per_column(weight_ptr, tap, (other * COUT + n) * (KSIZE * KSIZE), channel, CT)
+                w = tl.load(weight_ptr + (other * COUT + n) * (KSIZE * KSIZE) + tap, mask=channel, other=0.0)
+                dz += g * w.to(CT)[None, :]
         else:
             for first in range(0, inner * taps * COUT, BLOCK_K):
                 k = first + tl.arange(0, BLOCK_K)
@@ -266,10 +283,11 @@ def backward_x_kernel(
                 step = (other - expert) * HO * WO + ((py + PAD - dy) // STRIDE * WO + (px + PAD - dx) // STRIDE)
                 tap = dy * KSIZE + dx
                 inside = known[None, :] & (((bits[:, None] >> tap[None, :]) & 1) != 0)
-                g = grad_tile(
-                    grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr,
-                    base[:, None] + (step * COUT + co)[None, :], inside, other * COUT + co, known, share, CT,
-                )  # fmt: skip
+                level, slope, mean = grad_columns(
+                    grad_mean_ptr, grad_var_ptr, mean_ptr, other * COUT + co, known, share, CT
+                )
+                offsets = base[:, None] + (step * COUT + co)[None, :]
+                g = grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT)
                 g = rounded(g, x_ptr.dtype.element_ty).to(DT)
                 at = ((other * COUT + co) * (KSIZE * KSIZE * CIN) + tap * W_TAP)[:, None] + (n * W_CHANNEL)[None, :]
                 w = tl.load(weight_ptr + at, mask=known[:, None] & channel[None, :], other=0.0).to(DT)
@@ -302,7 +320,7 @@ def backward_x_kernel(
             dz *= per_column(scale_ptr, 0, affine, channel, CT)
         of_x += dz
     if dx_ptr is not None:
-        tl.store(dx_ptr + place, of_x, mask=mask)
+        tl.store(dx_ptr + place, rounded(of_x, dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -328,8 +346,19 @@ def backward_weight_kernel(
     j = column * BLOCK_J + tl.arange(0, BLOCK_J)
     local = tl.arange(0, BLOCK_P)
     end = tl.minimum((part + 1) * chunk, B * HO * WO)
-    affine = 0 if ONE_AFFINE else expert * CIN
+    AFFINE: tl.constexpr = scale_ptr is not None
+    channels = o if DEPTHWISE else j % CIN
+    known = output if DEPTHWISE else j < DEPTH
+    scale = tl.zeros(channels.shape, CT)
+    shift = scale
+    if AFFINE:
+        affine = 0 if ONE_AFFINE else expert * CIN
+        scale = tl.load(scale_ptr + affine + channels, mask=known, other=0.0)
+        shift = tl.load(shift_ptr + affine + channels, mask=known, other=0.0)
     share = divide(tl.full([], 1, CT), (B * HO * WO).to(CT))
+    level, slope, mean = grad_columns(
+        grad_mean_ptr, grad_var_ptr, mean_ptr, expert * COUT + o, output, share, CT
+    )  # fmt: skip
     total = tl.zeros([BLOCK_O, BLOCK_J], CT)
     of_taps = tl.zeros([BLOCK_O], CT)
     of_bias = tl.zeros([BLOCK_O], CT)
@@ -337,29 +366,23 @@ def backward_weight_kernel(
         row = start + local < end
         b, yo, xo = pixels(start, local, HO, WO)
         place = ((((b * E + expert) * HO + yo) * WO + xo) * COUT)[:, None] + o[None, :]
-        g = grad_tile(
-            grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr, place, row[:, None] & output[None, :],
-            expert * COUT + o, output, share, CT,
-        )  # fmt: skip
+        g = grad_tile(grad_ptr, y_ptr, place, row[:, None] & output[None, :], level, slope, mean, CT)
         if BIAS:
             of_bias += tl.sum(g, axis=0)
         if WEIGHT:
             top, left = yo * STRIDE - KSIZE // 2, xo * STRIDE - KSIZE // 2
-            bits = tl.where(row, reached(top, left, H, W, KSIZE), 0)
+            bits = tl.where(row, taps_at(top, left, H, W, 0, 0, KSIZE, STRIDE, False), 0)
             base = (((b if SHARED else b * E + expert) * H + top) * W + left) * CIN
             gates = (b * E + expert) * CIN
             g = rounded(g, x_ptr.dtype.element_ty)
+            taps = column + o * 0 if DEPTHWISE else j // CIN
+            z = z_tile(
+                x_ptr, gate_ptr, scale, shift, bits, base, gates, taps, channels, known, W,
+                CIN, KSIZE, RELU, AFFINE, CT if DEPTHWISE else DT, CT,
+            )  # fmt: skip
             if DEPTHWISE:
-                z = z_tile(
-                    x_ptr, scale_ptr, shift_ptr, gate_ptr, bits, base, gates, affine, column + o * 0, o, output, W,
-                    CIN, KSIZE, RELU, CT, CT,
-                )  # fmt: skip
                 of_taps += tl.sum(g.to(CT) * z, axis=0)
             else:
-                z = z_tile(
-                    x_ptr, scale_ptr, shift_ptr, gate_ptr, bits, base, gates, affine, j // CIN, j % CIN, j < DEPTH, W,
-                    CIN, KSIZE, RELU, DT, CT,
-                )  # fmt: skip
                 total = product(tl.trans(g.to(DT)), z, total, PRECISION)
     WIDTH: tl.constexpr = COUT * ((DEPTH if WEIGHT else 0) + (1 if BIAS else 0))  # of a part, for each expert
     ptr = sums_ptr + part * E * WIDTH
@@ -450,7 +473,7 @@ def _sizes(x: Tensor, weight: Tensor, stride: int) -> tuple[dict[str, int], int]
 
 
 def _refuse(x: Tensor, weight: Tensor, stride: int, depthwise: bool, **others: tuple[Tensor | None, Any]) -> None:
-    """What would be read beyond its end; ``others``: a tensor and the shape it must have."""
+    """What would be read beyond its end; ``others`` as in :func:`refuse`."""
     experts, outputs, inputs, *sides = weight.shape
     channels = x.shape[-3]
     fits = (inputs, outputs) == (1, channels) if depthwise else inputs == channels
@@ -458,11 +481,7 @@ def _refuse(x: Tensor, weight: Tensor, stride: int, depthwise: bool, **others: t
         raise ValueError(f"x {list(x.shape)} does not fit weight {list(weight.shape)}")
     if x.shape[-2] * x.shape[-1] >= 2**31 or 0 in (*weight.shape, *x.shape[-2:]):
         raise ValueError(f"x: expected between 1 and 2**31 - 1 pixels, got shape {list(x.shape)}")
-    for name, (tensor, shapes) in {"weight": (weight, [tuple(weight.shape)]), **others}.items():
-        if tensor is not None and tuple(tensor.shape) not in shapes:
-            raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(tensor.shape)}")
-        if tensor is not None and tensor.dtype not in (x.dtype, compute_dtype(x)):
-            raise TypeError(f"{name}: expected the dtype of x, got {tensor.dtype}")
+    refuse(x, weight=(weight, [tuple(weight.shape)]), **others)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -514,9 +533,9 @@ def norm_conv_forward(
             **sizes, **constants, **strides, **blocks,
         )  # fmt: skip
         if partials is not None:
-            stats_kernel[(triton.cdiv(outputs, SUMS_TILE["BLOCK_C"]), experts)](
+            stats_kernel[(triton.cdiv(outputs, STATS_TILE["BLOCK_C"]), experts)](
                 partials_ptr=partials, mean_ptr=mean, var_ptr=var, values=values, tiles=tiles, COUT=outputs,
-                TILE=blocks["BLOCK_M"], CT=constants["CT"], **SUMS_TILE, **OPTIONS,
+                TILE=blocks["BLOCK_M"], CT=constants["CT"], **STATS_TILE, **OPTIONS,
             )  # fmt: skip
     return y, mean, var
 
@@ -596,9 +615,10 @@ def norm_conv_backward(
             }  # fmt: skip
             most = max(sizes["weights"] + sizes["biases"], 2 * sizes["affines"], sizes["gates"])
             results = {"dweight_ptr": 1, "dscale_ptr": 2, "dshift_ptr": 3, "dgate_ptr": 4, "dbias_ptr": 5}
-            sums_kernel[(triton.cdiv(most, SUMS_TILE["BLOCK_C"]), 3)](
+            step = sums_tile(max(counts.values()))
+            sums_kernel[(triton.cdiv(most, step["BLOCK_C"]), 3)](
                 **sums, **{name: found[i] if found[i].numel() else None for name, i in results.items()},
-                **sizes, **counts, CT=constants["CT"], **SUMS_TILE, **OPTIONS,
+                **sizes, **counts, CT=constants["CT"], **step, **OPTIONS,
             )  # fmt: skip
     return found
 
@@ -686,9 +706,9 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
                 (backward_weight_kernel, backward_weight),
             )
         ]
-    stats = {"partials_ptr": w, "mean_ptr": w, "var_ptr": w, "COUT": 64, "TILE": 64, "CT": dtype.compute, **SUMS_TILE}
+    stats = {"partials_ptr": w, "mean_ptr": w, "var_ptr": w, "COUT": 64, "TILE": 64, "CT": dtype.compute, **STATS_TILE}
     sums = {
         **dict.fromkeys(("weight_sums_ptr", "affine_sums_ptr", "gate_sums_ptr", "dscale_ptr", "dshift_ptr"), w),
-        **dict.fromkeys(("dweight_ptr", "dbias_ptr", "dgate_ptr"), p), "CT": dtype.compute, **SUMS_TILE,
+        **dict.fromkeys(("dweight_ptr", "dbias_ptr", "dgate_ptr"), p), "CT": dtype.compute, **sums_tile(100),
     }  # fmt: skip
     return [*found, Specialisation(stats_kernel, stats, OPTIONS), Specialisation(sums_kernel, sums, OPTIONS)]

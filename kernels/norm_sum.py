@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from fastmod.kernels._common import OPTIONS, compute_type, guard
 from fastmod.kernels._images import (
-    SUMS_TILE,
     column_sums,
     innermost,
     per_column,
     power,
     rectified,
+    refuse,
     store_part,
+    sums_tile,
     through,
 )
 from torch import Tensor
@@ -200,17 +201,11 @@ def _arguments(
     """Of both kernels; refuses what would be read beyond its end."""
     batch, experts, channels, high, wide = x.shape
     per_expert = (experts, channels)
-    expected = {
-        "scale": (scale, [per_expert]), "shift": (shift, [per_expert]),
-        "residual": (residual, [tuple(x.shape), (batch, channels, high, wide)]),
-        "residual_scale": (residual_scale, [per_expert]), "residual_shift": (residual_shift, [per_expert]),
-        "gate": (gate, [(batch, experts)]),
-    }  # fmt: skip
-    for name, (tensor, shapes) in expected.items():
-        if tensor is not None and tuple(tensor.shape) not in shapes:
-            raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(tensor.shape)}")
-        if tensor is not None and tensor.dtype not in (x.dtype, compute_dtype(x)):
-            raise TypeError(f"{name}: expected the dtype of x, got {tensor.dtype}")
+    refuse(
+        x, scale=(scale, [per_expert]), shift=(shift, [per_expert]), gate=(gate, [(batch, experts)]),
+        residual=(residual, [tuple(x.shape), (batch, channels, high, wide)]),
+        residual_scale=(residual_scale, [per_expert]), residual_shift=(residual_shift, [per_expert]),
+    )  # fmt: skip
     if (residual_scale is None) != (residual_shift is None) or (residual is None and residual_scale is not None):
         raise ValueError("residual, residual_scale, residual_shift: expected a residual and both or none")
     if high * wide >= 2**31:
@@ -275,8 +270,7 @@ def norm_sum_backward(
     shared = _arguments(*tensors, relu)
     batch, experts, channels = x.shape[:3]
     expected = tuple(x.shape) if gate is None else (batch, *x.shape[2:])
-    if tuple(grad.shape) != expected:
-        raise ValueError(f"grad: expected shape {expected}, got {tuple(grad.shape)}")
+    refuse(x, grad=(grad, [expected]))
     found = _images.blanks(tensors, needs, images=(0, 3))
     if x.numel() == 0:
         return [each.zero_() for each in found]
@@ -301,9 +295,10 @@ def norm_sum_backward(
         if sums is not None or gate_sums is not None:
             affines = experts * channels if need_sums else 0
             gates = batch * experts if need_gate else 0
-            sums_kernel[(triton.cdiv(max(3 * affines, gates), SUMS_TILE["BLOCK_C"]), 2)](
+            step = sums_tile(max(programs if need_sums else 0, tiles * columns))
+            sums_kernel[(triton.cdiv(max(3 * affines, gates), step["BLOCK_C"]), 2)](
                 sums_ptr=sums, gate_sums_ptr=gate_sums, parts=programs, affines=affines, gate_parts=tiles * columns,
-                gates=gates, **results, CT=shared["CT"], **SUMS_TILE, **OPTIONS,
+                gates=gates, **results, CT=shared["CT"], **step, **OPTIONS,
             )  # fmt: skip
     return found
 
@@ -330,6 +325,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         found.append(Specialisation(backward_kernel, backward, OPTIONS, case))
     results = ("dscale_ptr", "dshift_ptr", "dresidual_scale_ptr", "dresidual_shift_ptr")
     sums = {
-        **dict.fromkeys(("sums_ptr", "gate_sums_ptr", *results), w), "dgate_ptr": p, "CT": dtype.compute, **SUMS_TILE,
+        **dict.fromkeys(("sums_ptr", "gate_sums_ptr", *results), w), "dgate_ptr": p, "CT": dtype.compute,
+        **sums_tile(100),
     }  # fmt: skip
     return [*found, Specialisation(sums_kernel, sums, OPTIONS)]
