@@ -167,12 +167,15 @@ def forward_kernel(
     tl.store(y_ptr + place[:, None] + n[None, :], y, mask=row[:, None] & (n < COUT)[None, :])
     if partials_ptr is not None:
         count = tl.minimum(B * HO * WO - tile * BLOCK_M, BLOCK_M).to(CT)
+        count += tl.zeros([BLOCK_N], CT)
         values = tl.where(row[:, None], y.to(CT), 0.0)  # of y as the next layer reads it
-        mean = divide(tl.sum(values, axis=0), count + tl.zeros([BLOCK_N], CT))
+        mean = divide(tl.sum(values, axis=0), count)
         away = tl.where(row[:, None], values - mean[None, :], 0.0)
-        place = (expert * tl.num_programs(0) + tile) * 2 * COUT + n  # [E, tiles, 2, COUT]
+        rest = divide(tl.sum(away, axis=0), count)  # what the mean lost by rounding
+        place = (expert * tl.num_programs(0) + tile) * 3 * COUT + n  # [E, tiles, 3, COUT]
         tl.store(partials_ptr + place, mean, mask=n < COUT)
-        tl.store(partials_ptr + place + COUT, tl.sum(away * away, axis=0), mask=n < COUT)
+        tl.store(partials_ptr + place + COUT, rest, mask=n < COUT)
+        tl.store(partials_ptr + place + 2 * COUT, tl.sum(away * away, axis=0) - count * rest * rest, mask=n < COUT)
 
 
 @triton.jit(do_not_specialize=["values", "tiles"])
@@ -185,23 +188,29 @@ def stats_kernel(
     expert = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     local = tl.arange(0, BLOCK_R).to(tl.int64)
-    start = partials_ptr + expert * tiles * 2 * COUT
+    start = partials_ptr + expert * tiles * 3 * COUT
+    origin = tl.load(start + c, mask=c < COUT, other=0.0)[None, :]  # means are told from the first: fewer digits lost
     whole = values.to(CT) + tl.zeros([BLOCK_C], CT)
     total = tl.zeros([BLOCK_R, BLOCK_C], CT)
     for first in range(0, tiles, BLOCK_R):
         tile = first + local
         mask = (tile < tiles)[:, None] & (c < COUT)[None, :]
         counts = tl.minimum(values - tile * TILE, TILE).to(CT)[:, None]
-        total += counts * tl.load(start + (tile * 2 * COUT)[:, None] + c[None, :], mask=mask, other=0.0)
-    mean = divide(tl.sum(total, axis=0), whole)
+        place = start + (tile * 3 * COUT)[:, None] + c[None, :]
+        away = tl.load(place, mask=mask, other=0.0) - origin + tl.load(place + COUT, mask=mask, other=0.0)
+        total += tl.where(mask, counts * away, 0.0)
+    centre = divide(tl.sum(total, axis=0), whole)
     total = tl.zeros([BLOCK_R, BLOCK_C], CT)
     for first in range(0, tiles, BLOCK_R):
         tile = first + local
         mask = (tile < tiles)[:, None] & (c < COUT)[None, :]
         counts = tl.minimum(values - tile * TILE, TILE).to(CT)[:, None]
-        place = start + (tile * 2 * COUT)[:, None] + c[None, :]
-        away = tl.where(mask, tl.load(place, mask=mask, other=0.0) - mean[None, :], 0.0)
-        total += tl.load(place + COUT, mask=mask, other=0.0) + counts * away * away
+        place = start + (tile * 3 * COUT)[:, None] + c[None, :]
+        away = tl.load(place, mask=mask, other=0.0) - origin + tl.load(place + COUT, mask=mask, other=0.0)
+        away -= centre[None, :]
+        squares = tl.load(place + 2 * COUT, mask=mask, other=0.0)
+        total += tl.where(mask, squares + counts * away * away, 0.0)
+    mean = tl.load(start + c, mask=c < COUT, other=0.0) + centre
     tl.store(mean_ptr + expert * COUT + c, mean, mask=c < COUT)
     tl.store(var_ptr + expert * COUT + c, divide(tl.sum(total, axis=0), whole), mask=c < COUT)
 
@@ -444,7 +453,7 @@ def pixel_tile(columns: int, depthwise: bool, factors: tl.dtype, rows: int = 64)
 def weight_tile(outputs: int, depth: int, depthwise: bool, factors: tl.dtype) -> dict[str, int]:
     """Of the weight's gradient: pixels of one step, output channels, weights of one output channel."""
     wide = factors in (tl.float32, tl.float64)
-    block_o = power(outputs, 16, 32 if factors == tl.float64 else 64)
+    block_o = power(outputs, 16, 32 if depthwise or factors == tl.float64 else 64)
     block_j = 1 if depthwise else power(depth, 16, 32 if wide else 64)
     return {"BLOCK_P": 16 if wide else 32, "BLOCK_O": block_o, "BLOCK_J": block_j}
 
@@ -524,7 +533,7 @@ def norm_conv_forward(
     (sizes, values), constants = _sizes(x, weight, stride), _constants(x, weight, scale, relu, stride, depthwise)
     blocks = pixel_tile(outputs, depthwise, constants["DT"])
     tiles = triton.cdiv(values, blocks["BLOCK_M"])
-    partials = x.new_empty((experts, tiles, 2, outputs), dtype=wide) if stats else None
+    partials = x.new_empty((experts, tiles, 3, outputs), dtype=wide) if stats else None
     kernel, strides = _weight_strides(weight, depthwise)
     with guard(x):
         forward_kernel[(tiles, experts, triton.cdiv(outputs, blocks["BLOCK_N"]))](
@@ -711,4 +720,6 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         **dict.fromkeys(("weight_sums_ptr", "affine_sums_ptr", "gate_sums_ptr", "dscale_ptr", "dshift_ptr"), w),
         **dict.fromkeys(("dweight_ptr", "dbias_ptr", "dgate_ptr"), p), "CT": dtype.compute, **sums_tile(100),
     }  # fmt: skip
-    return [*found, Specialisation(stats_kernel, stats, OPTIONS), Specialisation(sums_kernel, sums, OPTIONS)]
+    if dtype.is_wide:  # it never meets another
+        found.append(Specialisation(stats_kernel, stats, OPTIONS))
+    return [*found, Specialisation(sums_kernel, sums, OPTIONS)]

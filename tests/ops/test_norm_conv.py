@@ -99,28 +99,29 @@ def function(case: Case) -> Callable[..., tuple[Tensor, ...]]:
     return call
 
 
-def draws(backend: Backend) -> int | None:
-    """Two where a convolution is interpreted, which takes a second."""
-    return 2 if backend.name == "triton" else None
-
-
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_matches_fp64(backend: Backend, case: Case) -> None:
-    assert_agrees(function(case), lambda: draw(case), draws=draws(backend))
+def test_matches_fp64(backend: Backend, case: Case, request: pytest.FixtureRequest) -> None:
+    if backend.name.startswith("native-") and case.outputs == 70:
+        reason = "the CPU's 3x3 gradient of x by Winograd's way is off by five times as much as plain PyTorch's"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    assert_agrees(function(case), lambda: draw(case))
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("case", [CASES[i] for i in (1, 4, 9)], **ids)
-def test_dtypes(backend: Backend, case: Case, dtype: torch.dtype) -> None:
-    assert_agrees(function(case), lambda: draw(case, dtype), draws=draws(backend))
+def test_dtypes(case: Case, dtype: torch.dtype) -> None:
+    assert_agrees(function(case), lambda: draw(case, dtype))
 
 
-def test_many_pixels(backend: Backend) -> None:
+@pytest.mark.usefixtures("backend")
+def test_many_pixels() -> None:
     """More tiles than one step of what adds up their parts."""
     case = Case(3, 1, 2, 3, 31, 29, size=1, affine="experts", relu=True)
-    assert_agrees(function(case), lambda: draw(case), draws=draws(backend))
+    assert_agrees(function(case), lambda: draw(case))
 
 
+@pytest.mark.usefixtures("backend")
 @given(
     sizes=st.tuples(*[st.sampled_from(each) for each in ([0, 1, 3], [1, 3], [1, 5], [1, 6, 17], [1, 4, 7], [1, 6])]),
     size=st.sampled_from([1, 3]),
@@ -132,12 +133,14 @@ def test_many_pixels(backend: Backend) -> None:
     layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 7),
     seed=st.integers(0, 1000),
 )
-def test_any_shape_and_layout(backend, sizes, size, stride, depthwise, shared, affine, flags, layouts, seed) -> None:
+def test_any_shape_and_layout(sizes, size, stride, depthwise, shared, affine, flags, layouts, seed) -> None:
     torch.manual_seed(seed)
     batch, experts, inputs, outputs, high, wide = sizes
     if affine == "one" and not shared:
         affine = "experts"
     outputs = inputs if depthwise else outputs
+    # Plain PyTorch knows no gradient of the statistics of nothing: a test of their own.
+    flags = (*flags[:3], flags[3] and batch > 0)
     case = Case(batch, experts, inputs, outputs, high, wide, size, stride, depthwise, shared, affine, *flags)
 
     def inputs_() -> list[Tensor]:
@@ -145,20 +148,31 @@ def test_any_shape_and_layout(backend, sizes, size, stride, depthwise, shared, a
 
     # Of a single value per channel the gradient through the variance is a difference of equal numbers.
     scale = float(inputs * size * size)
-    assert_agrees(function(case), inputs_, draws=draws(backend), scale=scale, grad_layout=layouts[6])
+    assert_agrees(function(case), inputs_, scale=scale, grad_layout=layouts[6])
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("far", [1e2, 1e4])
-def test_variance_far_from_zero(far: float) -> None:
-    """The mean is much larger than the deviation: E[y^2] - E[y]^2 would have no digit left."""
-    case = Case(2, 2, 3, 4, 9, 8, size=1, bias=True)
+def test_variance_far_from_zero() -> None:
+    """E[y^2] - E[y]^2 would be off by eps * mean^2, deviations from fp32 means by eps * mean * deviation at most. y
+    itself is exact, being of whole numbers."""
+    far, case = 2.0**14, Case(2, 2, 3, 4, 19, 8, size=1)
+    x, weight = (t.mul(2).round() for t in draw(case))
+    y, mean, var = ops.norm_conv(x, weight, bias=torch.full((2, 4), far))
+    exact_var, exact_mean = torch.var_mean(y.double(), (0, 3, 4), correction=0)
+    eps = torch.finfo(torch.float32).eps
+    assert ((var.double() - exact_var).abs() <= eps * far * exact_var.sqrt()).all()
+    assert ((mean.double() - exact_mean).abs() <= 2 * eps * far).all()
 
-    def inputs() -> list[Tensor]:
-        x, weight, bias = draw(case)
-        return [x, weight, bias + far]
 
-    assert_agrees(function(case), inputs)
+@pytest.mark.usefixtures("backend")
+def test_statistics_and_gradients_of_an_empty_batch() -> None:
+    case = Case(0, 2, 5, 7, 5, 6, **FULL)
+    inputs = [t.requires_grad_() for t in draw(case)]
+    y, mean, var = function(case)(*inputs)
+    assert y.shape == (0, 2, 5, 6, 7) and mean.shape == var.shape == (2, 7)
+    assert not mean.any() and not var.any()
+    for grad in torch.autograd.grad(y.sum() + (mean + var).sum(), inputs):
+        assert not grad.any()
 
 
 @pytest.mark.usefixtures("backend")
@@ -257,6 +271,7 @@ def test_inputs_stay_and_repeats_are_equal() -> None:
     assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(again, found[0], strict=True))
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     for case in (CASES[1], CASES[5]):
         x, weight, scale, shift, gate, bias = arguments(case, draw(case))
