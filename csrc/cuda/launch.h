@@ -12,6 +12,8 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "../constants.h"
+
 namespace fastmod::cuda {
 
 // The dtype a kernel computes in: fp64 for fp64, else fp32.
@@ -25,8 +27,6 @@ struct ComputeOf<double> {
 };
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
-
-enum Mode : int { kSoftmax = 0, kGumbel = 1, kArgmax = 2 };
 
 // blocks [batch, m, d], logits [batch, m, n], output [batch, n, d]
 struct Shape {
@@ -154,7 +154,6 @@ cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* we
 constexpr int kMaxLinear = 8;      // linear layers per FNN in the fused kernels
 constexpr int64_t kMaxHidden = 128;
 constexpr int kTileRows = 16;      // batch rows per block
-constexpr double kLeakySlope = 0.01;
 
 // Linear layers with LeakyReLU between them. Layer i: weight [width[i], in], bias [width[i]].
 template <typename C>

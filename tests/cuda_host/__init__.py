@@ -73,11 +73,13 @@ def build(flavour: str) -> Path:
 
 
 def build_bindings() -> Path:
-    """csrc/cuda/bindings.cpp over the harness, as a library of ops on CPU tensors: see bindings_host.cpp."""
+    """csrc/cuda/*_binding.cpp over the harness, as a library of ops on CPU tensors: see bindings_host.cpp."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     own = ["-std=c++20", "-g0", f"-I{HERE / 'stubs'}", *(f"-isystem{path}" for path in include_paths())]
     own.append(f"-DFASTMOD_TORCH={torch.__version__}")  # another torch, another object
+    for path in [HERE / "bindings_host.h", *sorted((ROOT / "csrc" / "cuda").glob("*_binding.cpp"))]:
+        own += ["-include", str(path)]
     sources: dict[Path, list[str]] = {path: [] for path in [*_kernels(), HERE / "cuda_host.cpp"]}
     libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu"]
     return _link("bindings", {**sources, HERE / "bindings_host.cpp": own}, ["-shared"], libraries)
@@ -94,7 +96,7 @@ def _link(name: str, sources: dict[Path, list[str]], flags: list[str], libraries
         raise RuntimeError("no g++, which the extension needs as well")
     headers = hashlib.sha256()
     for path in sorted([*HERE.rglob("*.h"), *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.[hc]*")]):
-        if path.suffix != ".cu":  # bindings.cpp counts: bindings_host.cpp includes it
+        if path.suffix != ".cu":  # bindings count: bindings_host.cpp includes them
             headers.update(path.name.encode() + path.read_bytes())
     objects = []
     for path, own in sources.items():
