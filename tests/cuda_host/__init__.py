@@ -18,7 +18,6 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr", "sample_mask", "masked_linear"]
 
 _FLAGS = ["-std=c++17", "-fPIC", "-O1", "-g1", "-ffp-contract=fast", "-fno-tree-vectorize", "-DFASTMOD_CUDA_HOST"]
 _FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{ROOT / 'csrc' / 'cuda'}"]
@@ -69,7 +68,7 @@ def build(flavour: str) -> Path:
     """The harness as an executable under ``build/``."""
     own, scheduler = FLAVOURS[flavour]
     sources = dict.fromkeys([*_kernels(), HERE / "probes.cu", HERE / "driver.cpp"], own)
-    return _link(flavour, {**sources, HERE / "cuda_host.cpp": scheduler}, own)
+    return _link(flavour, {**sources, **{path: scheduler for path in _scheduler()}}, own)
 
 
 def build_bindings() -> Path:
@@ -80,13 +79,17 @@ def build_bindings() -> Path:
     own.append(f"-DFASTMOD_TORCH={torch.__version__}")  # another torch, another object
     for path in [HERE / "bindings_host.h", *sorted((ROOT / "csrc" / "cuda").glob("*_binding.cpp"))]:
         own += ["-include", str(path)]
-    sources: dict[Path, list[str]] = {path: [] for path in [*_kernels(), HERE / "cuda_host.cpp"]}
+    sources: dict[Path, list[str]] = {path: [] for path in [*_kernels(), *_scheduler()]}
     libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu"]
     return _link("bindings", {**sources, HERE / "bindings_host.cpp": own}, ["-shared"], libraries)
 
 
 def _kernels() -> list[Path]:
-    return [ROOT / "csrc" / "cuda" / f"{name}.cu" for name in KERNELS]
+    return sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+
+
+def _scheduler() -> list[Path]:
+    return [HERE / "cuda_host.cpp", HERE / "mma_host.cpp"]
 
 
 def _link(name: str, sources: dict[Path, list[str]], flags: list[str], libraries: Sequence[str] = ()) -> Path:

@@ -139,6 +139,12 @@ cudaError_t run(const Call& c) {
     return probe_round(c.at<float>(0), c.ints.at(0), c.at<__half>(1), c.at<float>(2), c.at<__nv_bfloat16>(3),
                        c.at<float>(4));
   }
+  if (c.name == "probe_mma") {
+    return probe_mma(c.dtype.c_str(), c.at<uint32_t>(0), c.at<uint32_t>(1), c.at<float>(2));
+  }
+  if (c.name == "probe_split") return probe_split(c.at<float>(0), c.ints.at(0), c.at<float>(1), c.at<float>(2));
+  if (c.name == "probe_ldmatrix") return probe_ldmatrix(c.at<char>(0), c.at<uint32_t>(1));
+  if (c.name == "probe_dynamic") return probe_dynamic(c.at<float>(0), c.at<float>(1), c.ints.at(0));
   if (c.name.rfind("probe_", 0) == 0) return probe(c.name.c_str() + 6, c.at<float>(0), c.at<float>(1), c.ints.at(0));
   if (c.dtype == "float32") return run_wide<float>(c);
   if (c.dtype == "float64") return run_wide<double>(c);
