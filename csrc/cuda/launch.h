@@ -149,6 +149,68 @@ cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* we
                                           const int32_t* off, T* grad_weight, T* grad_logits, Compute<T> tau,
                                           LinearShape shape, MaskNoise noise, cudaStream_t stream);
 
+// ---- norm_conv.cu, norm_conv_plain.cu: float, double, __half, __nv_bfloat16
+//
+// Images lie in memory as [B, E, H, W, C]. A scratch function tells how many numbers of the compute dtype a launch wants
+// for partial results. Tickets [norm_conv_tickets(shape)] are zero before a launch and zero after it: the block that comes
+// last adds the partial results up in a fixed order, so that each of the three is one launch.
+
+struct ConvShape {
+  int64_t batch;
+  int experts, in, out, high, wide;  // high, wide: of x
+  int kernel, stride;                // 1 or 3, 1 or 2; padded by kernel / 2
+  bool shared;                       // x has no experts: [B, H, W, C]
+  bool depthwise;                    // weight [E, C, 1, k, k]
+  int out_high() const { return (high + stride - 1) / stride; }
+  int out_wide() const { return (wide + stride - 1) / stride; }
+};
+
+// What a convolution reads: z = relu(scale * x + shift) * gate, zero outside the image.
+template <typename T>
+struct ConvInput {
+  const T* x;
+  const Compute<T>* scale;  // [scale_rows, in], scale_rows 1 or E; both or none
+  const Compute<T>* shift;
+  int scale_rows;
+  const T* gate;  // [B, E, in] or null
+  bool relu;
+};
+
+// The gradient of y with those of its mean and variance: grad + per_value * (grad_mean + 2 grad_var (y - mean)).
+template <typename T>
+struct ConvGrad {
+  const T* grad;
+  const T* y;                   // y and mean: null without grad_var
+  const Compute<T>* mean;       // [E, out]
+  const Compute<T>* grad_mean;  // [E, out] or null
+  const Compute<T>* grad_var;   // [E, out] or null
+  Compute<T> per_value;         // 1 / number of values of a channel
+};
+
+int64_t norm_conv_tickets(ConvShape shape);
+template <typename T>
+int64_t norm_conv_forward_scratch(ConvShape shape);
+template <typename T>
+int64_t norm_conv_backward_x_scratch(ConvShape shape);
+template <typename T>
+int64_t norm_conv_backward_weight_scratch(ConvShape shape);
+
+// mean, var [E, out], both or none; bias may be null. allow_tf32: one product of tf32 instead of three.
+template <typename T>
+cudaError_t norm_conv_forward(ConvInput<T> input, const T* weight, const T* bias, T* y, Compute<T>* mean,
+                              Compute<T>* var, Compute<T>* scratch, unsigned* tickets, bool allow_tf32,
+                              ConvShape shape, cudaStream_t stream);
+// grad_x, grad_scale and grad_shift [scale_rows, in] (both or none), grad_gate [B, E, in]: each may be null
+template <typename T>
+cudaError_t norm_conv_backward_x(ConvGrad<T> grad, ConvInput<T> input, const T* weight, T* grad_x,
+                                 Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate, Compute<T>* scratch,
+                                 unsigned* tickets, bool allow_tf32, ConvShape shape, cudaStream_t stream);
+// grad_weight and grad_bias [E, out]: each may be null
+template <typename T>
+cudaError_t norm_conv_backward_weight(ConvGrad<T> grad, ConvInput<T> input, T* grad_weight, T* grad_bias,
+                                      Compute<T>* scratch, unsigned* tickets, bool allow_tf32, ConvShape shape,
+                                      cudaStream_t stream);
+
 // ---- mfnnr.cu: float, double
 
 constexpr int kMaxLinear = 8;      // linear layers per FNN in the fused kernels

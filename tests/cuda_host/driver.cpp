@@ -56,9 +56,68 @@ MaskNoise mask_noise(const Call& call, size_t pointer) {
           call.ints.at(4)};
 }
 
+// ints: batch, experts, in, out, high, wide, kernel, stride, shared, depthwise, then scale_rows, relu, allow_tf32
+ConvShape conv_shape(const Call& c) {
+  const auto at = [&](size_t i) { return static_cast<int>(c.ints.at(i)); };
+  return {c.ints.at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8) != 0, at(9) != 0};
+}
+
+// Scratch of exactly the size asked for, full of NaN, and tickets, which must be zero again after the launch.
+template <typename C, typename Launch>
+cudaError_t with_scratch(int64_t numbers, int64_t tickets, Launch launch) {
+  auto* scratch = static_cast<C*>(std::malloc(static_cast<size_t>(numbers) * sizeof(C)));
+  auto* zeros = static_cast<unsigned*>(std::calloc(static_cast<size_t>(tickets), sizeof(unsigned)));
+  for (int64_t i = 0; i < numbers; ++i) scratch[i] = static_cast<C>(NAN);
+  const cudaError_t error = launch(scratch, zeros);
+  for (int64_t i = 0; error == cudaSuccess && i < tickets; ++i) {
+    if (zeros[i] != 0) {
+      std::cerr << "ticket " << i << " was left at " << zeros[i] << std::endl;
+      std::exit(3);
+    }
+  }
+  std::free(scratch);
+  std::free(zeros);
+  return error;
+}
+
+// buffers from `first`: x, scale, shift, gate
+template <typename T>
+ConvInput<T> conv_input(const Call& c, size_t first) {
+  using C = Compute<T>;
+  return {c.at<T>(first),     c.at<C>(first + 1), c.at<C>(first + 2), static_cast<int>(c.ints.at(10)),
+          c.at<T>(first + 3), c.ints.at(11) != 0};
+}
+
+template <typename T>
+cudaError_t run_conv(const Call& c) {
+  using C = Compute<T>;
+  const ConvShape shape = conv_shape(c);
+  const bool allow_tf32 = c.ints.at(12) != 0;
+  const int64_t tickets = norm_conv_tickets(shape);
+  if (c.name == "norm_conv_forward") {
+    return with_scratch<C>(norm_conv_forward_scratch<T>(shape), tickets, [&](C* scratch, unsigned* ticket) {
+      return norm_conv_forward<T>(conv_input<T>(c, 0), c.at<T>(4), c.at<T>(5), c.at<T>(6), c.at<C>(7), c.at<C>(8),
+                                  scratch, ticket, allow_tf32, shape, nullptr);
+    });
+  }
+  // buffers: grad, y, mean, grad_mean, grad_var, x, scale, shift, gate
+  const ConvGrad<T> grad{c.at<T>(0), c.at<T>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), static_cast<C>(c.floats.at(0))};
+  if (c.name == "norm_conv_backward_x") {
+    return with_scratch<C>(norm_conv_backward_x_scratch<T>(shape), tickets, [&](C* scratch, unsigned* ticket) {
+      return norm_conv_backward_x<T>(grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), c.at<C>(11), c.at<C>(12),
+                                     c.at<T>(13), scratch, ticket, allow_tf32, shape, nullptr);
+    });
+  }
+  return with_scratch<C>(norm_conv_backward_weight_scratch<T>(shape), tickets, [&](C* scratch, unsigned* ticket) {
+    return norm_conv_backward_weight<T>(grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), scratch, ticket,
+                                        allow_tf32, shape, nullptr);
+  });
+}
+
 template <typename T>
 cudaError_t run_any(const Call& c) {
   using C = Compute<T>;
+  if (c.name.rfind("norm_conv_", 0) == 0) return run_conv<T>(c);
   if (c.name == "multiplex_forward") {
     return multiplex_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
   }
