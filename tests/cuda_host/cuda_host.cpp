@@ -77,7 +77,7 @@ struct SharedArray {
   void* memory;
 };
 SharedArray shared_arrays[64];  // no container: one that grows inside a fiber would be a race to TSan
-size_t shared_count = 0, shared_bytes = 0, dynamic_bytes = 0;
+size_t shared_count = 0, shared_bytes = 0, static_bytes = 0, dynamic_bytes = 0;
 const char dynamic_site = 0;
 // TSan knows objects by their address: one tag per launch and end, two per block for alternate barriers, one per warp.
 [[maybe_unused]] char *launch_tag, *block_tags;
@@ -277,7 +277,7 @@ void pass_barrier(size_t count) {
 }
 
 void run_block(size_t count) {
-  shared_count = shared_bytes = 0;
+  shared_count = shared_bytes = static_bytes = 0;
   barriers_passed = 0;
 #if defined(CUDA_HOST_TSAN)
   block_tags = from_pool(2 + 32);
@@ -433,8 +433,9 @@ void* shared_memory(const void* site, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) static_cast<volatile unsigned char*>(memory)[i] = 0xff;
   shared_arrays[shared_count++] = {site, memory};
   shared_bytes += bytes;
-  if (shared_bytes - (site == &dynamic_site ? bytes : 0) > kMaxStatic) {
-    fail("more than 48 KB of shared memory: " + std::to_string(shared_bytes) + " bytes", *current);
+  if (site != &dynamic_site) static_bytes += bytes;
+  if (static_bytes > kMaxStatic) {
+    fail("more than 48 KB of shared memory: " + std::to_string(static_bytes) + " bytes", *current);
   } else if (shared_bytes > kMaxShared) {
     fail("more than 64 KB of shared memory: " + std::to_string(shared_bytes) + " bytes", *current);
   }
