@@ -131,6 +131,7 @@ struct Pixel {
 // Which image pixel lies where in shared memory: [tile's image, pixel of it or -1]
 __device__ inline void fill_table(uint2* table, const Tiling& t, const Place& place, const Window& wy,
                                   const Window& wx, int64_t batch, int high, int wide) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < t.read(); i += kThreads) {
     const int image = i / (t.rows * t.columns), rest = i - image * (t.rows * t.columns);
     const int row = rest / t.columns, column = rest - row * t.columns;
@@ -149,6 +150,7 @@ __device__ inline void copy_rows(T* to, int rows, int width, int valid, bool vec
   constexpr int kMany = 16 / sizeof(T);
   if (vector) {
     const int each = width / kMany;
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * each; i += kThreads) {
       const int row = i / each, at = (i - row * each) * kMany;
       const T* source = at < valid ? from(row) : nullptr;
@@ -156,6 +158,7 @@ __device__ inline void copy_rows(T* to, int rows, int width, int valid, bool vec
     }
     return;
   }
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows * width; i += kThreads) {
     const int row = i / width, at = i - row * width;
     const T* source = at < valid ? from(row) : nullptr;
@@ -191,8 +194,8 @@ struct Product {
 
   // Bytes of shared memory, all at once; the results lie over the rest when that is done with.
   struct Layout {
-    int table, read, second, weight, units, weights, end;
-    __host__ __device__ Layout(const Tiling& t, int chunk, int kernel, bool both) {
+    int table, read, second, weight, units, weights, found, end;
+    __host__ __device__ Layout(const Tiling& t, int chunk, int kernel, bool both, bool several) {
       const int pixels = t.read(), taps = kernel * kernel;
       table = 0;
       read = (pixels * 8 + 15) / 16 * 16;
@@ -203,6 +206,8 @@ struct Product {
       end = weights + taps * kColumns * (chunk / kChannels) * static_cast<int>(sizeof(Unit));
       const int results = read + kPixels * kPitch * 4;
       if (end < results) end = results;
+      found = end;
+      if (several) end += results - read;
     }
   };
   static constexpr int kPitch = kColumns + 8;
@@ -215,6 +220,7 @@ struct Product {
   int expert, column0;
 
   __device__ uint2* table() const { return reinterpret_cast<uint2*>(memory + layout.table); }
+  __device__ float* found() const { return reinterpret_cast<float*>(memory + layout.found); }  // over experts
   __device__ float* results() const { return reinterpret_cast<float*>(memory + layout.read); }
   __device__ int depth() const { return kBackward ? p.shape.out : p.shape.in; }
 
@@ -470,7 +476,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Tiling& t = p.tiling;
   const Place place(t, blockIdx.x);
   const Window window = window_of(p.shape.kernel, p.shape.stride, false, 0);
-  const Own product{p, place, window, window, memory, {t, p.chunk, p.shape.kernel, false}, expert, column0};
+  const Own product{p, place, window, window, memory, {t, p.chunk, p.shape.kernel, false, false}, expert, column0};
   fill_table(product.table(), t, place, window, window, p.shape.batch, p.shape.high, p.shape.wide);
   product.run();
 
@@ -537,8 +543,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     backward_x_kernel(const __grid_constant__ Problem<T> p, T* grad_x, float* grad_scale, float* grad_shift,
                       T* grad_gate, float* partials, unsigned* tickets) {
   using Own = Product<T, kM, kN, true>;
-  constexpr int kColumns = Own::kColumns, kRows = kThreads / kColumns, kEach = Own::kPixels / kRows;
-  constexpr bool kSeveral = kN <= 2;  // experts, whose gradients are added up in registers
+  constexpr int kColumns = Own::kColumns, kRows = kThreads / kColumns;
   FASTMOD_DYNAMIC_SHARED(memory);
   FASTMOD_SHARED(float, sums, kThreads);
   const Tiling& t = p.tiling;
@@ -546,7 +551,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Place place(t, blockIdx.x);
   const Window wy = window_of(shape.kernel, shape.stride, true, place.parity_y);
   const Window wx = window_of(shape.kernel, shape.stride, true, place.parity_x);
-  const bool shared = kSeveral && shape.shared;
+  const bool shared = shape.shared;
   const int first_expert = shared ? 0 : blockIdx.z, end_expert = shared ? shape.experts : first_expert + 1;
   const int column0 = blockIdx.y * kColumns, column = threadIdx.x % kColumns, row = threadIdx.x / kColumns;
   const int channel = column0 + column, spread = t.classes == 4 ? 2 : 1, per_image = t.across * t.down * t.classes;
@@ -554,9 +559,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t each = static_cast<int64_t>(gridDim.x) * shape.in, all = shape.experts * each;
   const int64_t gates = shape.batch * per_image * shape.in;  // of an expert
   const bool backward_affine = grad_scale != nullptr, backward_gate = grad_gate != nullptr;
-  float found[kSeveral ? kEach : 1] = {};
   for (int expert = first_expert; expert < end_expert; ++expert) {
-    const Own product{p, place, wy, wx, memory, {t, p.chunk, shape.kernel, p.grad.grad_var != nullptr}, expert, column0};
+    const Own product{p, place, wy, wx, memory, {t, p.chunk, shape.kernel, p.grad.grad_var != nullptr, shared}, expert,
+                      column0};
     if (expert == first_expert) {
       fill_table(product.table(), t, place, wy, wx, shape.batch, p.out_high, p.out_wide);
     }
@@ -564,9 +569,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     float* results = product.results();
     const Affine<float> affine = affine_of(p.input, shape.in, expert, there ? channel : 0);
     float of_scale = 0, of_shift = 0;
-#pragma unroll(kSeveral ? kEach : 2)
-    for (int k = 0; k < kEach; ++k) {
-      const int i = row + k * kRows;
+#pragma unroll 2
+    for (int i = row; i < Own::kPixels; i += kRows) {
       const Pixel pixel(t, place, i);
       const int y = pixel.y * spread + place.parity_y, x = pixel.x * spread + place.parity_x;
       float* result = results + i * Own::kPitch + column;
@@ -582,12 +586,14 @@ __global__ void __launch_bounds__(kThreads, 2)
       *result = of_z * (p.input.relu ? rectified(before) : before);
       of_scale += of_value * read;
       of_shift += of_value;
-      if constexpr (kSeveral) {
-        found[k] += of_value * affine.scale;
-        if (grad_x && expert + 1 == end_expert) narrow(found[k], grad_x + at);
-      } else if (grad_x) {
-        narrow(of_value * affine.scale, grad_x + at);
+      if (!grad_x) continue;
+      float of_x = of_value * affine.scale;
+      if (shared) {
+        float* sum = product.found() + i * Own::kPitch + column;
+        if (expert > 0) of_x += *sum;
+        *sum = of_x;
       }
+      if (expert + 1 == end_expert) narrow(of_x, grad_x + at);
     }
     if (backward_affine) {
       of_scale = sum_of_rows<kColumns>(of_scale, sums);
@@ -917,15 +923,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (warp >= 2) sums[(i * 2 + warp % 2) * kWarp + lane] = total[i / 8][i / 4 % 2][i % 4];
   }
   __syncthreads();
-  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * shape.in * kTaps;
-  float* own = partials + blockIdx.x * weights;
-  if (warp < 2) {
 #pragma unroll
-    for (int i = 0; i < kTaps * 8; ++i) {
-      const int j = i % 4, out = i / 4 % 2 * 16 + j / 2 * 8 + lane / 4, in = in0 + warp * 8 + lane % 4 * 2 + j % 2;
-      const float value = total[i / 8][i / 4 % 2][j] + sums[(i * 2 + warp) * kWarp + lane];
-      if (out0 + out < shape.out && in < shape.in) own[((filter0 + out) * shape.in + in) * kTaps + i / 8] = value;
-    }
+  for (int i = 0; i < kTaps * 8; ++i) {
+    if (warp < 2) sums[(i * 2 + warp) * kWarp + lane] += total[i / 8][i / 4 % 2][i % 4];
+  }
+  __syncthreads();
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * shape.in * kTaps;
+  float* own = partials + blockIdx.x * weights + (filter0 * shape.in + in0) * kTaps;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kOut * kIn * kTaps; i += kThreads) {
+    const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps), in = rest / kTaps, tap = rest % kTaps;
+    if (out0 + out >= shape.out || in0 + in >= shape.in) continue;
+    const int word = tap * 8 + out / 16 * 4 + out % 16 / 8 * 2 + in % 2, from = out % 8 * 4 + in % 8 / 2;
+    own[static_cast<int64_t>(out) * shape.in * kTaps + rest] = sums[(word * 2 + in / 8) * kWarp + from];
   }
   __syncthreads();
   const bool with_bias = grad_bias && in0 == 0;
@@ -1039,7 +1049,7 @@ cudaError_t norm_conv_forward(ConvInput<T> input, const T* weight, const T* bias
                          aligned(input.x, shape.in), aligned(weight, static_cast<int64_t>(shape.in) * taps), !allow_tf32};
       const auto run = [&](auto tiles_m, auto tiles_n) {
         constexpr int kM = decltype(tiles_m)::value, kN = decltype(tiles_n)::value;
-        const typename Product<T, kM, kN, false>::Layout layout(tiling, p.chunk, shape.kernel, false);
+        const typename Product<T, kM, kN, false>::Layout layout(tiling, p.chunk, shape.kernel, false, false);
         if (layout.end > kMaxShared) return cudaErrorInvalidValue;
         const unsigned columns = static_cast<unsigned>((shape.out + 8 * kN - 1) / (8 * kN));
         const dim3 grid(blocks_for(tiling.tiles, 1).x, columns, static_cast<unsigned>(shape.experts));
@@ -1072,7 +1082,8 @@ cudaError_t norm_conv_backward_x(ConvGrad<T> grad, ConvInput<T> input, const T* 
                          vector, aligned(weight, static_cast<int64_t>(shape.in) * taps), !allow_tf32};
       const auto run = [&](auto tiles_n) {
         constexpr int kN = decltype(tiles_n)::value;
-        const typename Product<T, 2, kN, true>::Layout layout(tiling, p.chunk, shape.kernel, grad.grad_var != nullptr);
+        const typename Product<T, 2, kN, true>::Layout layout(tiling, p.chunk, shape.kernel, grad.grad_var != nullptr,
+                                                                 shape.shared);
         if (layout.end > kMaxShared) return cudaErrorInvalidValue;
         const unsigned columns = static_cast<unsigned>((shape.in + 8 * kN - 1) / (8 * kN));
         const unsigned experts = shape.shared ? 1 : static_cast<unsigned>(shape.experts);
