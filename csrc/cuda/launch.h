@@ -28,6 +28,12 @@ struct ComputeOf<double> {
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
 
+// What a launch needs beside its arguments: numbers of the compute dtype, not initialised, and tickets, which are zero
+// before and after it.
+struct Scratch {
+  int64_t numbers, tickets;
+};
+
 // blocks [batch, m, d], logits [batch, m, n], output [batch, n, d]
 struct Shape {
   int64_t batch, m, n, d;
@@ -151,9 +157,8 @@ cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* we
 
 // ---- norm_conv.cu, norm_conv_plain.cu: float, double, __half, __nv_bfloat16
 //
-// Images lie in memory as [B, E, H, W, C]. A scratch function tells how many numbers of the compute dtype a launch wants
-// for partial results. Tickets [norm_conv_tickets(shape)] are zero before a launch and zero after it: the block that comes
-// last adds the partial results up in a fixed order, so that each of the three is one launch.
+// Images lie in memory as [B, E, H, W, C]. Each function is one launch: blocks leave partial results in scratch memory, and
+// the one that comes last, as it finds out by a ticket, adds them up in a fixed order.
 
 struct ConvShape {
   int64_t batch;
@@ -187,13 +192,12 @@ struct ConvGrad {
   Compute<T> per_value;         // 1 / number of values of a channel
 };
 
-int64_t norm_conv_tickets(ConvShape shape);
 template <typename T>
-int64_t norm_conv_forward_scratch(ConvShape shape);
+Scratch norm_conv_forward_scratch(ConvShape shape);
 template <typename T>
-int64_t norm_conv_backward_x_scratch(ConvShape shape);
+Scratch norm_conv_backward_x_scratch(ConvShape shape);
 template <typename T>
-int64_t norm_conv_backward_weight_scratch(ConvShape shape);
+Scratch norm_conv_backward_weight_scratch(ConvShape shape);
 
 // mean, var [E, out], both or none; bias may be null. allow_tf32: one product of tf32 instead of three.
 template <typename T>

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kShareGroup = 8;  // partial weights are large
 constexpr int kMaxShared = 64 * 1024 - 1024;  // of the smallest GPU served, less what kernels declare themselves
 
 // What a lane holds of a pixel or of a filter: a unit of kChannels neighbouring channels. Four units are one step, the depth
@@ -442,18 +443,6 @@ struct Product {
   }
 };
 
-// Of all threads with the same column, in a fixed order; all of them get it.
-template <int kColumns>
-__device__ inline float sum_of_rows(float value, float* sums) {
-  __syncthreads();  // the sums before have been read
-  sums[threadIdx.x] = value;
-  __syncthreads();
-  float total = 0;
-#pragma unroll
-  for (int row = 0; row < kThreads / kColumns; ++row) total += sums[row * kColumns + threadIdx.x % kColumns];
-  return total;
-}
-
 __device__ inline int at_most(int value, int most) { return value < most ? value : most; }
 
 // Pixels of a tile that are inside. Forward only: one class.
@@ -509,31 +498,29 @@ __global__ void __launch_bounds__(kThreads, 2)
     squares += apart * apart;
   }
   squares = sum_of_rows<kColumns>(squares, sums);
-  float* own = partials + 2 * static_cast<int64_t>(expert) * gridDim.x * p.shape.out;
-  if (there && row == 0) {
-    own[2 * (static_cast<int64_t>(blockIdx.x) * p.shape.out + channel)] = middle;
-    own[2 * (static_cast<int64_t>(blockIdx.x) * p.shape.out + channel) + 1] = squares;
-  }
-  if (!last_to_arrive(tickets + expert * gridDim.y + blockIdx.y, gridDim.x)) return;
-  Moments<float> all;
+  const auto left_by = [&](int64_t block) {
+    return partials + 3 * ((static_cast<int64_t>(expert) * gridDim.x + block) * p.shape.out + channel);
+  };
+  if (there && row == 0) Moments<float>{count, middle, squares}.write(left_by(blockIdx.x));
+  unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
+  reduce_in_order<kGroup>(ticket, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
+    Moments<float> moments;
 #pragma unroll 4
-  for (int64_t tile = row; there && tile < gridDim.x; tile += kRows) {
-    const float* part = own + 2 * (tile * p.shape.out + channel);
-    const Place at(t, tile);
-    all.join(static_cast<float>(pixels_inside(t, at, p.shape.batch, p.out_high, p.out_wide)), fresh(part),
-             fresh(part + 1));
-  }
-  float* moments = results;  // [3][kThreads]
-  moments[threadIdx.x] = all.count;
-  moments[kThreads + threadIdx.x] = all.mean;
-  moments[2 * kThreads + threadIdx.x] = all.squares;
-  __syncthreads();
-  if (!there || row > 0) return;
-  for (int i = column + kColumns; i < kThreads; i += kColumns) {
-    if (moments[i] > 0) all.join(moments[i], moments[kThreads + i], moments[2 * kThreads + i]);
-  }
-  mean[filter] = all.mean;
-  var[filter] = all.squares / all.count;
+    for (int64_t block = first + row * static_cast<int64_t>(step); there && block < end; block += kRows * step) {
+      moments.join(Moments<float>::read(left_by(block)));
+    }
+    float* shared = results;  // [kRows][kColumns][3]
+    moments.write(shared + 3 * threadIdx.x);
+    __syncthreads();
+    if (!there || row > 0) return;
+    for (int i = column + kColumns; i < kThreads; i += kColumns) {
+      const Moments<float> other{shared[3 * i], shared[3 * i + 1], shared[3 * i + 2]};
+      if (other.count > 0) moments.join(other);
+    }
+    if (!all) return moments.write(left_by(first));
+    mean[filter] = moments.mean;
+    var[filter] = moments.squares / moments.count;
+  });
 }
 
 // Blocks: tiles x columns x experts; x shared: one block for all experts. Scratch: sums for scale and shift
@@ -559,6 +546,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t each = static_cast<int64_t>(gridDim.x) * shape.in, all = shape.experts * each;
   const int64_t gates = shape.batch * per_image * shape.in;  // of an expert
   const bool backward_affine = grad_scale != nullptr, backward_gate = grad_gate != nullptr;
+  float of_scale = 0, of_shift = 0;
   for (int expert = first_expert; expert < end_expert; ++expert) {
     const Own product{p, place, wy, wx, memory, {t, p.chunk, shape.kernel, p.grad.grad_var != nullptr, shared}, expert,
                       column0};
@@ -568,7 +556,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     product.run();
     float* results = product.results();
     const Affine<float> affine = affine_of(p.input, shape.in, expert, there ? channel : 0);
-    float of_scale = 0, of_shift = 0;
 #pragma unroll 2
     for (int i = row; i < Own::kPixels; i += kRows) {
       const Pixel pixel(t, place, i);
@@ -595,14 +582,16 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       if (expert + 1 == end_expert) narrow(of_x, grad_x + at);
     }
-    if (backward_affine) {
+    if (backward_affine && (p.input.scale_rows > 1 || expert + 1 == end_expert)) {
       of_scale = sum_of_rows<kColumns>(of_scale, sums);
       of_shift = sum_of_rows<kColumns>(of_shift, sums);
       if (there && row == 0) {
-        float* own = partials + expert * each + static_cast<int64_t>(blockIdx.x) * shape.in + channel;
+        const int to = shared && p.input.scale_rows == 1 ? 0 : expert;
+        float* own = partials + to * each + static_cast<int64_t>(blockIdx.x) * shape.in + channel;
         own[0] = of_scale;
         own[all] = of_shift;
       }
+      of_scale = of_shift = 0;
     }
     if (backward_gate) {
       __syncthreads();
@@ -614,36 +603,20 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
-  if (!backward_affine && !backward_gate) return;
-  // An expert's blocks finish its sums; where one scale serves all experts, the last of all blocks does.
-  const bool together = shared || p.input.scale_rows == 1;
-  unsigned* ticket = tickets + (together ? 0 : blockIdx.z * gridDim.y) + blockIdx.y;
-  if (!last_to_arrive(ticket, gridDim.x * (together ? gridDim.z : 1))) return;
-  float of_scale = 0, of_shift = 0;
-  for (int expert = together ? 0 : first_expert; expert < (together ? shape.experts : end_expert); ++expert) {
-    const float* part = partials + expert * each + channel;
-    if (backward_affine) {
-#pragma unroll 4
-      for (int64_t tile = row; there && tile < gridDim.x; tile += kRows) {
-        of_scale += fresh(part + tile * shape.in);
-        of_shift += fresh(part + all + tile * shape.in);
-      }
-      if (p.input.scale_rows > 1 || expert + 1 == shape.experts) {
-        of_scale = sum_of_rows<kColumns>(of_scale, sums);
-        of_shift = sum_of_rows<kColumns>(of_shift, sums);
-        const int64_t to = static_cast<int64_t>(p.input.scale_rows > 1 ? expert : 0) * shape.in + channel;
-        if (there && row == 0) {
-          grad_scale[to] = of_scale;
-          grad_shift[to] = of_shift;
-        }
-        of_scale = of_shift = 0;
-      }
-    }
-    const float* gate_part = partials + 2 * all + expert * gates + channel;
-    for (int64_t b = row; backward_gate && there && b < shape.batch; b += kRows) {
+  if (backward_affine) {
+    finish_affine<kColumns>(partials, grad_scale, grad_shift, tickets, shape, p.input.scale_rows, channel, sums);
+  }
+  if (!backward_gate) return;
+  // The last of an image's blocks finishes its gates.
+  unsigned* ticket = tickets + affine_tickets(gridDim.x, gridDim.y, shape.experts);
+  const int64_t group = quotient(blockIdx.x, per_image);
+  if (!last_to_arrive(ticket + (group * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y, per_image)) return;
+  for (int expert = first_expert; expert < end_expert; ++expert) {
+    const float* part = partials + 2 * all + expert * gates + channel;
+    for (int image = row; there && image < 1 << t.log_b && place.b + image < shape.batch; image += kRows) {
       float total = 0;
-      for (int i = 0; i < per_image; ++i) total += fresh(gate_part + (b * per_image + i) * shape.in);
-      narrow(total, grad_gate + (b * shape.experts + expert) * shape.in + channel);
+      for (int i = 0; i < per_image; ++i) total += fresh(part + ((place.b + image) * per_image + i) * shape.in);
+      narrow(total, grad_gate + ((place.b + image) * shape.experts + expert) * shape.in + channel);
     }
   }
 }
@@ -953,21 +926,24 @@ __global__ void __launch_bounds__(kThreads, 2)
       biases[blockIdx.x * filters + filter0 + threadIdx.x] = bias;
     }
   }
-  if (!last_to_arrive(tickets + expert * gridDim.y + blockIdx.y, gridDim.x)) return;
-  for (int i = threadIdx.x; grad_weight && i < kOut * kIn * kTaps; i += kThreads) {
-    const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps);
-    if (out0 + out >= shape.out || in0 + rest / kTaps >= shape.in) continue;
-    const int64_t at = ((filter0 + out) * shape.in + in0) * kTaps + rest;
-    float sum = 0;
+  unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kShareGroup>(gridDim.x);
+  reduce_in_order<kShareGroup>(ticket, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
+    for (int i = threadIdx.x; i < kOut * kIn * kTaps; i += kThreads) {
+      const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps);
+      if (out0 + out >= shape.out || in0 + rest / kTaps >= shape.in) continue;
+      const int64_t at = ((filter0 + out) * shape.in + in0) * kTaps + rest;
+      float sum = 0;
 #pragma unroll 4
-    for (int64_t share = 0; share < gridDim.x; ++share) sum += fresh(partials + share * weights + at);
-    narrow(sum, grad_weight + at);
-  }
-  if (with_bias && threadIdx.x < kOut && out0 + static_cast<int>(threadIdx.x) < shape.out) {
+      for (int64_t share = first; share < end; share += step) sum += fresh(partials + share * weights + at);
+      if (!all) partials[first * weights + at] = sum;
+      else if (grad_weight) narrow(sum, grad_weight + at);
+    }
+    if (!with_bias || threadIdx.x >= kOut || out0 + static_cast<int>(threadIdx.x) >= shape.out) return;
     float sum = 0;
-    for (int64_t share = 0; share < gridDim.x; ++share) sum += fresh(biases + share * filters + filter0 + threadIdx.x);
-    narrow(sum, grad_bias + filter0 + threadIdx.x);
-  }
+    for (int64_t share = first; share < end; share += step) sum += fresh(biases + share * filters + filter0 + threadIdx.x);
+    if (!all) biases[first * filters + filter0 + threadIdx.x] = sum;
+    else narrow(sum, grad_bias + filter0 + threadIdx.x);
+  });
 }
 
 // ---- launches
@@ -1013,27 +989,33 @@ bool narrow_columns(const ConvShape& shape, bool backward) {
   return backward ? shape.shared || shape.in <= 16 : shape.out <= 16;
 }
 
+int column_blocks(const ConvShape& shape, bool backward) {
+  const int each = narrow_columns(shape, backward) ? 16 : 32;
+  return ((backward ? shape.in : shape.out) + each - 1) / each;
+}
+
 }  // namespace
 
-int64_t norm_conv_tickets(ConvShape shape) {
-  return static_cast<int64_t>(shape.experts) * (shape.out + 1) * ((shape.in + 15) / 16);
-}
 template <typename T>
-int64_t norm_conv_forward_scratch(ConvShape shape) {
+Scratch norm_conv_forward_scratch(ConvShape shape) {
   if (!on_tensor_cores<T>(shape)) return plain::forward_scratch<T>(shape);
-  return 2 * product_tiling(shape, false).tiles * shape.experts * shape.out;
+  const int64_t tiles = product_tiling(shape, false).tiles;
+  return {3 * tiles * shape.experts * shape.out, shape.experts * column_blocks(shape, false) * reduce_tickets<kGroup>(tiles)};
 }
 template <typename T>
-int64_t norm_conv_backward_x_scratch(ConvShape shape) {
+Scratch norm_conv_backward_x_scratch(ConvShape shape) {
   if (!on_tensor_cores<T>(shape)) return plain::backward_x_scratch<T>(shape);
   const Tiling tiling = product_tiling(shape, true);
-  return (2 * tiling.tiles + shape.batch * tiling.per_image()) * shape.experts * shape.in;
+  const int columns = column_blocks(shape, true);
+  return {(2 * tiling.tiles + shape.batch * tiling.per_image()) * shape.experts * shape.in,
+          affine_tickets(tiling.tiles, columns, shape.experts) + tiling.tiles / tiling.per_image() * shape.experts * columns};
 }
 template <typename T>
-int64_t norm_conv_backward_weight_scratch(ConvShape shape) {
+Scratch norm_conv_backward_weight_scratch(ConvShape shape) {
   if (!on_tensor_cores<T>(shape)) return plain::backward_weight_scratch<T>(shape);
-  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out;
-  return weight_shares(shape) * filters * (static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel + 1);
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, shares = weight_shares(shape);
+  return {shares * filters * (static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel + 1),
+          shape.experts * weight_blocks(shape) * reduce_tickets<kShareGroup>(shares)};
 }
 
 template <typename T>
@@ -1051,7 +1033,7 @@ cudaError_t norm_conv_forward(ConvInput<T> input, const T* weight, const T* bias
         constexpr int kM = decltype(tiles_m)::value, kN = decltype(tiles_n)::value;
         const typename Product<T, kM, kN, false>::Layout layout(tiling, p.chunk, shape.kernel, false, false);
         if (layout.end > kMaxShared) return cudaErrorInvalidValue;
-        const unsigned columns = static_cast<unsigned>((shape.out + 8 * kN - 1) / (8 * kN));
+        const unsigned columns = static_cast<unsigned>(column_blocks(shape, false));
         const dim3 grid(blocks_for(tiling.tiles, 1).x, columns, static_cast<unsigned>(shape.experts));
         const auto kernel = forward_kernel<T, kM, kN>;
         return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, kThreads, static_cast<size_t>(layout.end), stream, p, bias, y, mean,
@@ -1085,7 +1067,7 @@ cudaError_t norm_conv_backward_x(ConvGrad<T> grad, ConvInput<T> input, const T* 
         const typename Product<T, 2, kN, true>::Layout layout(tiling, p.chunk, shape.kernel, grad.grad_var != nullptr,
                                                                  shape.shared);
         if (layout.end > kMaxShared) return cudaErrorInvalidValue;
-        const unsigned columns = static_cast<unsigned>((shape.in + 8 * kN - 1) / (8 * kN));
+        const unsigned columns = static_cast<unsigned>(column_blocks(shape, true));
         const unsigned experts = shape.shared ? 1 : static_cast<unsigned>(shape.experts);
         const dim3 grid(blocks_for(tiling.tiles, 1).x, columns, experts);
         const auto kernel = backward_x_kernel<T, 2, kN>;
@@ -1130,9 +1112,9 @@ cudaError_t norm_conv_backward_weight(ConvGrad<T> grad, ConvInput<T> input, T* g
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                                         \
-  template int64_t norm_conv_forward_scratch<T>(ConvShape);                                                            \
-  template int64_t norm_conv_backward_x_scratch<T>(ConvShape);                                                         \
-  template int64_t norm_conv_backward_weight_scratch<T>(ConvShape);                                                    \
+  template Scratch norm_conv_forward_scratch<T>(ConvShape);                                                            \
+  template Scratch norm_conv_backward_x_scratch<T>(ConvShape);                                                         \
+  template Scratch norm_conv_backward_weight_scratch<T>(ConvShape);                                                    \
   template cudaError_t norm_conv_forward<T>(ConvInput<T>, const T*, const T*, T*, Compute<T>*, Compute<T>*,            \
                                             Compute<T>*, unsigned*, bool, ConvShape, cudaStream_t);                    \
   template cudaError_t norm_conv_backward_x<T>(ConvGrad<T>, ConvInput<T>, const T*, T*, Compute<T>*, Compute<T>*, T*,  \

@@ -55,26 +55,32 @@ __device__ inline StatisticsGrad<Compute<T>> statistics_grad(const ConvGrad<T>& 
   return result;
 }
 
-// Count, mean and sum of squared deviations, joined by the formula of Chan, Golub and LeVeque: no cancellation.
-template <typename C>
-struct Moments {
-  C count = 0, mean = 0, squares = 0;
-  __device__ void join(C other_count, C other_mean, C other_squares) {
-    const C total = count + other_count, part = other_count / total, apart = other_mean - mean;
-    squares += other_squares + apart * apart * count * part;
-    mean += apart * part;
-    count = total;
-  }
-};
-
 // Written by other blocks while this one ran.
 template <typename C>
 __device__ inline C fresh(const C* address) {
   return *static_cast<const volatile C*>(address);
 }
 
+// Count, mean and sum of squared deviations, joined by the formula of Chan, Golub and LeVeque: no cancellation.
+template <typename C>
+struct Moments {
+  C count = 0, mean = 0, squares = 0;
+  __device__ void join(const Moments& other) {
+    const C total = count + other.count, part = other.count / total, apart = other.mean - mean;
+    squares += other.squares + apart * apart * count * part;
+    mean += apart * part;
+    count = total;
+  }
+  __device__ static Moments read(const C* from) { return {fresh(from), fresh(from + 1), fresh(from + 2)}; }
+  __device__ void write(C* to) const {
+    to[0] = count;
+    to[1] = mean;
+    to[2] = squares;
+  }
+};
+
 // Whether this block is the last of `arrivals` to come here: then all that the others wrote before can be read. Leaves
-// the ticket as it was before the first.
+// the ticket as it was before the first. All threads call it.
 __device__ inline bool last_to_arrive(unsigned* ticket, unsigned arrivals) {
   FASTMOD_SHARED(unsigned, place, 1);
   __threadfence();
@@ -89,16 +95,88 @@ __device__ inline bool last_to_arrive(unsigned* ticket, unsigned arrivals) {
   return last;
 }
 
+// Sum of all threads with the same column, in a fixed order; all of them get it.
+template <int kColumns, typename C>
+__device__ inline C sum_of_rows(C value, C* sums) {
+  __syncthreads();  // the sums before have been read
+  sums[threadIdx.x] = value;
+  __syncthreads();
+  C total = 0;
+  for (int row = 0; row < static_cast<int>(blockDim.x) / kColumns; ++row) {
+    total += sums[row * kColumns + threadIdx.x % kColumns];
+  }
+  return total;
+}
+
+// Adds up what `blocks` blocks have left, in a fixed order: first the last of every kGroup neighbours what those left, then
+// the last of all what came of that, so that no block reads more than a few. reduce(first, end, step, all): blocks first,
+// first + step, ... before end; unless `all`, the sum is to take the place of what block `first` left.
+template <int kGroup, typename Reduce>
+__device__ inline void reduce_in_order(unsigned* tickets, unsigned own, unsigned blocks, Reduce reduce) {
+  const unsigned groups = (blocks + kGroup - 1) / kGroup, first = own / kGroup * kGroup;
+  const unsigned end = first + kGroup < blocks ? first + kGroup : blocks;
+  if (groups > 1) {
+    if (!last_to_arrive(tickets + 1 + own / kGroup, end - first)) return;
+    reduce(first, end, 1u, false);
+  }
+  if (last_to_arrive(tickets, groups > 1 ? groups : blocks)) reduce(0u, blocks, groups > 1 ? kGroup : 1u, true);
+}
+template <int kGroup>
+__host__ __device__ inline int64_t reduce_tickets(int64_t blocks) {
+  return 1 + (blocks + kGroup - 1) / kGroup;
+}
+constexpr int kGroup = 32;
+
+// The gradients of scale and shift, from the sums that the blocks along x and z have left for channels of a block along y:
+// partials [2, E, blocks along x, in]. A row of them is the business of one expert's blocks; of all blocks where one row
+// serves all experts, and of the blocks along x, each row in turn, where these take all experts (gridDim.z is 1).
+// Threads with the same channel, kColumns apart, share the work by way of `sums` [threads].
+template <int kColumns, typename C>
+__device__ inline void finish_affine(C* partials, C* grad_scale, C* grad_shift, unsigned* tickets,
+                                     const ConvShape& shape, int scale_rows, int channel, C* sums) {
+  const int row = threadIdx.x / kColumns, rows = static_cast<int>(blockDim.x) / kColumns;
+  const int64_t across = gridDim.x, second = shape.experts * across * shape.in;
+  const bool there = channel < shape.in;
+  const bool together = scale_rows == 1 && gridDim.z > 1;  // partials of all experts are one long list
+  const int first_row = gridDim.z == 1 ? 0 : together ? 0 : static_cast<int>(blockIdx.z);
+  const int end_row = gridDim.z == 1 ? scale_rows : first_row + 1;
+  const unsigned blocks = gridDim.x * (together ? gridDim.z : 1);
+  const unsigned own = together ? blockIdx.z * gridDim.x + blockIdx.x : blockIdx.x;
+  unsigned* ticket = tickets + (first_row * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(blocks);
+  reduce_in_order<kGroup>(ticket, own, blocks, [&](unsigned first, unsigned end, unsigned step, bool all) {
+    for (int r = first_row; r < end_row; ++r) {
+      C* part = partials + r * across * shape.in + channel;
+      C of_scale = 0, of_shift = 0;
+#pragma unroll 4
+      for (int64_t block = first + row * static_cast<int64_t>(step); there && block < end; block += rows * step) {
+        of_scale += fresh(part + block * shape.in);
+        of_shift += fresh(part + second + block * shape.in);
+      }
+      of_scale = sum_of_rows<kColumns>(of_scale, sums);
+      of_shift = sum_of_rows<kColumns>(of_shift, sums);
+      if (!there || row > 0) continue;
+      C* to_scale = all ? grad_scale + static_cast<int64_t>(r) * shape.in + channel : part + first * shape.in;
+      C* to_shift = all ? grad_shift + static_cast<int64_t>(r) * shape.in + channel : part + second + first * shape.in;
+      *to_scale = of_scale;
+      *to_shift = of_shift;
+    }
+  });
+}
+// For any arrangement of the experts.
+__host__ __device__ inline int64_t affine_tickets(int64_t blocks, int64_t across, int experts) {
+  return experts * across * reduce_tickets<kGroup>(blocks);
+}
+
 // ---- norm_conv_plain.cu: the same launches, any dtype, no tensor cores
 
 namespace plain {
 
 template <typename T>
-int64_t forward_scratch(const ConvShape& shape);
+Scratch forward_scratch(const ConvShape& shape);
 template <typename T>
-int64_t backward_x_scratch(const ConvShape& shape);
+Scratch backward_x_scratch(const ConvShape& shape);
 template <typename T>
-int64_t backward_weight_scratch(const ConvShape& shape);
+Scratch backward_weight_scratch(const ConvShape& shape);
 template <typename T>
 cudaError_t forward(const ConvInput<T>& input, const T* weight, const T* bias, T* y, Compute<T>* mean,
                     Compute<T>* var, Compute<T>* scratch, unsigned* tickets, const ConvShape& shape,

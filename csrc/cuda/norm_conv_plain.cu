@@ -66,17 +66,6 @@ struct Gradient {
   }
 };
 
-// Sum over the rows of a block in a fixed order, for every channel; all threads get it. Two barriers.
-template <typename C>
-__device__ inline C sum_of_rows(C value, C* sums, const Place& place) {
-  __syncthreads();  // the sums before have been read
-  sums[place.row * kChannels + place.lane] = value;
-  __syncthreads();
-  C total = 0;
-  for (int row = 0; row < kRows; ++row) total += sums[row * kChannels + place.lane];
-  return total;
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(const __grid_constant__ ConvInput<T> input, const T* weight, const T* bias, T* y,
@@ -114,36 +103,36 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (!mean) return;
   const int count = pixels - at.first < kPixels ? pixels - at.first : kPixels;
-  const C middle = sum_of_rows(total, sums, at) / C(count);
+  const C middle = sum_of_rows<kChannels>(total, sums) / C(count);
   C squares = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const C apart = values[i] - middle;
     if (at.row + i * kRows < count) squares += apart * apart;
   }
-  squares = sum_of_rows(squares, sums, at);
-  if (inside && at.row == 0) {
-    C* own = partials + 2 * ((static_cast<int64_t>(expert) * gridDim.x + blockIdx.x) * shape.out + at.channel);
-    own[0] = middle;
-    own[1] = squares;
-  }
-  if (!last_to_arrive(tickets + expert * gridDim.y + blockIdx.y, gridDim.x) || at.row > 0 || !inside) return;
-  Moments<C> all;
-  for (int64_t tile = 0; tile < gridDim.x; ++tile) {
-    const C* part = partials + 2 * ((static_cast<int64_t>(expert) * gridDim.x + tile) * shape.out + at.channel);
-    const int left = pixels - static_cast<int>(tile % tiles) * kPixels;
-    all.join(C(left < kPixels ? left : kPixels), fresh(part), fresh(part + 1));
-  }
-  mean[filter] = all.mean;
-  var[filter] = all.squares / all.count;
+  squares = sum_of_rows<kChannels>(squares, sums);
+  const auto left_by = [&](int64_t block) {
+    return partials + 3 * ((static_cast<int64_t>(expert) * gridDim.x + block) * shape.out + at.channel);
+  };
+  if (inside && at.row == 0) Moments<C>{C(count), middle, squares}.write(left_by(blockIdx.x));
+  unsigned* own = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
+  reduce_in_order<kGroup>(own, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
+    if (at.row > 0 || !inside) return;
+    Moments<C> moments;
+    for (int64_t block = first; block < end; block += step) moments.join(Moments<C>::read(left_by(block)));
+    if (!all) return moments.write(left_by(first));
+    mean[filter] = moments.mean;
+    var[filter] = moments.squares / moments.count;
+  });
 }
 
-// Scratch: sums for scale and shift [2, E, B * tiles, in], then for the gate [E, B * tiles, in].
+// Scratch: sums for scale and shift [2, E, B * tiles, in], then for the gate [E, B * tiles, in]. Blocks along x finish
+// what is theirs alone: a row of scale and shift, or all of them where x is shared or one row serves all experts.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
     backward_x_kernel(const __grid_constant__ ConvGrad<T> gradient, const __grid_constant__ ConvInput<T> input,
                       const T* weight, T* grad_x, Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate,
-                      Compute<T>* partials, unsigned* ticket, const __grid_constant__ ConvShape shape, int out_high,
+                      Compute<T>* partials, unsigned* tickets, const __grid_constant__ ConvShape shape, int out_high,
                       int out_wide) {
   using C = Compute<T>;
   FASTMOD_SHARED(C, sums, kRows * kChannels);
@@ -153,13 +142,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool inside = at.channel < shape.in;
   const int first_expert = shape.shared ? 0 : blockIdx.z, end_expert = shape.shared ? shape.experts : first_expert + 1;
   const int64_t each = static_cast<int64_t>(gridDim.x) * shape.in, all = shape.experts * each;
-  C found[kEach] = {};
+  C found[kEach] = {}, of_scale = 0, of_shift = 0;
   for (int expert = first_expert; expert < end_expert; ++expert) {
     const Image<T> image{input, shape, at.b, expert};
     const Gradient<T> grad{gradient, shape, expert, out_high * out_wide};
     const Affine<C> affine = affine_of(input, shape.in, expert, inside ? at.channel : 0);
     const C gate = gate_of(input, shape, at.b, expert, inside ? at.channel : 0);
-    C of_scale = 0, of_shift = 0, of_gate = 0;
+    C of_gate = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int pixel = at.first + at.row + i * kRows;
@@ -185,15 +174,18 @@ __global__ void __launch_bounds__(kThreads, 2)
       of_shift += of_value;
       found[i] += of_value * affine.scale;
     }
-    of_scale = sum_of_rows(of_scale, sums, at);
-    of_shift = sum_of_rows(of_shift, sums, at);
-    of_gate = sum_of_rows(of_gate, sums, at);
+    of_gate = sum_of_rows<kChannels>(of_gate, sums);
+    C* own = partials + static_cast<int64_t>(blockIdx.x) * shape.in + at.channel;
+    if (inside && at.row == 0) own[2 * all + expert * each] = of_gate;
+    if (input.scale_rows == 1 && expert + 1 < end_expert) continue;  // one row for all experts
+    of_scale = sum_of_rows<kChannels>(of_scale, sums);
+    of_shift = sum_of_rows<kChannels>(of_shift, sums);
     if (inside && at.row == 0) {
-      C* own = partials + expert * each + static_cast<int64_t>(blockIdx.x) * shape.in + at.channel;
+      own += (shape.shared && input.scale_rows == 1 ? 0 : expert) * each;
       own[0] = of_scale;
       own[all] = of_shift;
-      own[2 * all] = of_gate;
     }
+    of_scale = of_shift = 0;
   }
   const int64_t image = shape.shared ? at.b : at.b * shape.experts + first_expert;
 #pragma unroll
@@ -201,26 +193,18 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int pixel = at.first + at.row + i * kRows;
     if (grad_x && inside && pixel < pixels) narrow(found[i], grad_x + (image * pixels + pixel) * shape.in + at.channel);
   }
-  if (!grad_scale && !grad_gate) return;
-  if (!last_to_arrive(ticket + blockIdx.y, gridDim.x * gridDim.z) || !inside) return;
-  C of_scale = 0, of_shift = 0;
-  for (int expert = 0; expert < shape.experts; ++expert) {
-    const C* part = partials + expert * each + at.channel;
-    if (grad_scale && at.row == 0) {
-      if (input.scale_rows > 1) of_scale = of_shift = 0;
-      for (int64_t tile = 0; tile < gridDim.x; ++tile) {
-        of_scale += fresh(part + tile * shape.in);
-        of_shift += fresh(part + all + tile * shape.in);
-      }
-      const int64_t to = static_cast<int64_t>(input.scale_rows > 1 ? expert : 0) * shape.in + at.channel;
-      grad_scale[to] = of_scale;
-      grad_shift[to] = of_shift;
-    }
-    for (int64_t b = at.row; grad_gate && b < shape.batch; b += kRows) {
-      C of_gate = 0;
-      for (int64_t tile = b * tiles; tile < (b + 1) * tiles; ++tile) of_gate += fresh(part + 2 * all + tile * shape.in);
-      narrow(of_gate, grad_gate + (b * shape.experts + expert) * shape.in + at.channel);
-    }
+  if (grad_scale) {
+    finish_affine<kChannels>(partials, grad_scale, grad_shift, tickets, shape, input.scale_rows, at.channel, sums);
+  }
+  if (!grad_gate) return;
+  unsigned* own = tickets + affine_tickets(gridDim.x, gridDim.y, shape.experts);
+  if (!last_to_arrive(own + (at.b * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y, tiles)) return;
+  if (!inside || at.row > 0) return;
+  for (int expert = first_expert; expert < end_expert; ++expert) {
+    const C* part = partials + 2 * all + expert * each + at.channel;
+    C of_gate = 0;
+    for (int64_t tile = at.b * tiles; tile < (at.b + 1) * tiles; ++tile) of_gate += fresh(part + tile * shape.in);
+    narrow(of_gate, grad_gate + (at.b * shape.experts + expert) * shape.in + at.channel);
   }
 }
 
@@ -268,21 +252,26 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int tap = 0; tap < kMaxTaps; ++tap) {
     if (tap >= taps) break;
-    const C total = sum_of_rows(found[tap], sums, at);
+    const C total = sum_of_rows<kChannels>(found[tap], sums);
     if (inside && at.row == 0) partials[blockIdx.x * weights + own + tap] = total;
   }
-  of_bias = sum_of_rows(of_bias, sums, at);
+  of_bias = sum_of_rows<kChannels>(of_bias, sums);
   if (with_bias) biases[blockIdx.x * filters + filter] = of_bias;
-  if (!last_to_arrive(tickets + expert * gridDim.y + blockIdx.y, gridDim.x) || !inside) return;
-  for (int tap = at.row; grad_weight && tap < taps; tap += kRows) {
+  unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
+  reduce_in_order<kGroup>(ticket, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
+    if (!inside) return;
+    for (int tap = at.row; tap < taps; tap += kRows) {
+      C total = 0;
+      for (int64_t block = first; block < end; block += step) total += fresh(partials + block * weights + own + tap);
+      if (!all) partials[first * weights + own + tap] = total;
+      else if (grad_weight) narrow(total, grad_weight + own + tap);
+    }
+    if (!with_bias) return;
     C total = 0;
-    for (int64_t block = 0; block < gridDim.x; ++block) total += fresh(partials + block * weights + own + tap);
-    narrow(total, grad_weight + own + tap);
-  }
-  if (!with_bias) return;
-  C total = 0;
-  for (int64_t block = 0; block < gridDim.x; ++block) total += fresh(biases + block * filters + filter);
-  narrow(total, grad_bias + filter);
+    for (int64_t block = first; block < end; block += step) total += fresh(biases + block * filters + filter);
+    if (!all) biases[first * filters + filter] = total;
+    else narrow(total, grad_bias + filter);
+  });
 }
 
 // Enough blocks to fill a GPU, each with enough pixels to be worth its partial result.
@@ -299,18 +288,24 @@ dim3 grid_of(const ConvShape& shape, int64_t pixels, int channels, int experts) 
 }  // namespace
 
 template <typename T>
-int64_t forward_scratch(const ConvShape& shape) {
-  const int64_t pixels = static_cast<int64_t>(shape.out_high()) * shape.out_wide();
-  return 2 * shape.batch * tiles_of(pixels) * shape.experts * shape.out;
+Scratch forward_scratch(const ConvShape& shape) {
+  const int64_t blocks = shape.batch * tiles_of(static_cast<int64_t>(shape.out_high()) * shape.out_wide());
+  return {3 * blocks * shape.experts * shape.out,
+          shape.experts * channel_tiles(shape.out) * reduce_tickets<kGroup>(blocks)};
 }
 template <typename T>
-int64_t backward_x_scratch(const ConvShape& shape) {
-  return 3 * shape.batch * tiles_of(static_cast<int64_t>(shape.high) * shape.wide) * shape.experts * shape.in;
+Scratch backward_x_scratch(const ConvShape& shape) {
+  const int64_t blocks = shape.batch * tiles_of(static_cast<int64_t>(shape.high) * shape.wide);
+  const int across = channel_tiles(shape.in);
+  return {3 * blocks * shape.experts * shape.in,
+          affine_tickets(blocks, across, shape.experts) + shape.batch * shape.experts * across};
 }
 template <typename T>
-int64_t backward_weight_scratch(const ConvShape& shape) {
-  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out;
-  return weight_blocks(shape) * filters * ((shape.depthwise ? 1 : shape.in) * shape.kernel * shape.kernel + 1);
+Scratch backward_weight_scratch(const ConvShape& shape) {
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, blocks = weight_blocks(shape);
+  const int rows = channel_tiles(shape.in) * (shape.depthwise ? 1 : shape.out);
+  return {blocks * filters * ((shape.depthwise ? 1 : shape.in) * shape.kernel * shape.kernel + 1),
+          shape.experts * rows * reduce_tickets<kGroup>(blocks)};
 }
 
 template <typename T>
@@ -343,9 +338,9 @@ cudaError_t backward_weight(const ConvGrad<T>& grad, const ConvInput<T>& input, 
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                                        \
-  template int64_t forward_scratch<T>(const ConvShape&);                                                              \
-  template int64_t backward_x_scratch<T>(const ConvShape&);                                                           \
-  template int64_t backward_weight_scratch<T>(const ConvShape&);                                                      \
+  template Scratch forward_scratch<T>(const ConvShape&);                                                              \
+  template Scratch backward_x_scratch<T>(const ConvShape&);                                                           \
+  template Scratch backward_weight_scratch<T>(const ConvShape&);                                                      \
   template cudaError_t forward<T>(const ConvInput<T>&, const T*, const T*, T*, Compute<T>*, Compute<T>*, Compute<T>*, \
                                   unsigned*, const ConvShape&, cudaStream_t);                                         \
   template cudaError_t backward_x<T>(const ConvGrad<T>&, const ConvInput<T>&, const T*, T*, Compute<T>*, Compute<T>*, \

@@ -64,7 +64,8 @@ ConvShape conv_shape(const Call& c) {
 
 // Scratch of exactly the size asked for, full of NaN, and tickets, which must be zero again after the launch.
 template <typename C, typename Launch>
-cudaError_t with_scratch(int64_t numbers, int64_t tickets, Launch launch) {
+cudaError_t with_scratch(Scratch sizes, Launch launch) {
+  const auto [numbers, tickets] = sizes;
   auto* scratch = static_cast<C*>(std::malloc(static_cast<size_t>(numbers) * sizeof(C)));
   auto* zeros = static_cast<unsigned*>(std::calloc(static_cast<size_t>(tickets), sizeof(unsigned)));
   for (int64_t i = 0; i < numbers; ++i) scratch[i] = static_cast<C>(NAN);
@@ -93,9 +94,8 @@ cudaError_t run_conv(const Call& c) {
   using C = Compute<T>;
   const ConvShape shape = conv_shape(c);
   const bool allow_tf32 = c.ints.at(12) != 0;
-  const int64_t tickets = norm_conv_tickets(shape);
   if (c.name == "norm_conv_forward") {
-    return with_scratch<C>(norm_conv_forward_scratch<T>(shape), tickets, [&](C* scratch, unsigned* ticket) {
+    return with_scratch<C>(norm_conv_forward_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
       return norm_conv_forward<T>(conv_input<T>(c, 0), c.at<T>(4), c.at<T>(5), c.at<T>(6), c.at<C>(7), c.at<C>(8),
                                   scratch, ticket, allow_tf32, shape, nullptr);
     });
@@ -103,12 +103,12 @@ cudaError_t run_conv(const Call& c) {
   // buffers: grad, y, mean, grad_mean, grad_var, x, scale, shift, gate
   const ConvGrad<T> grad{c.at<T>(0), c.at<T>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), static_cast<C>(c.floats.at(0))};
   if (c.name == "norm_conv_backward_x") {
-    return with_scratch<C>(norm_conv_backward_x_scratch<T>(shape), tickets, [&](C* scratch, unsigned* ticket) {
+    return with_scratch<C>(norm_conv_backward_x_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
       return norm_conv_backward_x<T>(grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), c.at<C>(11), c.at<C>(12),
                                      c.at<T>(13), scratch, ticket, allow_tf32, shape, nullptr);
     });
   }
-  return with_scratch<C>(norm_conv_backward_weight_scratch<T>(shape), tickets, [&](C* scratch, unsigned* ticket) {
+  return with_scratch<C>(norm_conv_backward_weight_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
     return norm_conv_backward_weight<T>(grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), scratch, ticket,
                                         allow_tf32, shape, nullptr);
   });
