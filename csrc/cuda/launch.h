@@ -215,6 +215,62 @@ cudaError_t norm_conv_backward_weight(ConvGrad<T> grad, ConvInput<T> input, T* g
                                       Compute<T>* scratch, unsigned* tickets, bool allow_tf32, ConvShape shape,
                                       cudaStream_t stream);
 
+// ---- norm_sum.cu: float, double, __half, __nv_bfloat16
+
+struct SumShape {
+  int64_t batch;
+  int experts, channels, pixels;
+  bool shared;  // the residual has no experts: [B, pixels, channels]
+};
+
+// x [B, E, pixels, channels]; scale and shift [E, channels]; residual as x or shared, or null, its scale and shift both or
+// null; gate [B, E] or null
+template <typename T>
+struct SumInput {
+  const T* x;
+  const Compute<T>* scale;
+  const Compute<T>* shift;
+  const T* residual;
+  const Compute<T>* residual_scale;
+  const Compute<T>* residual_shift;
+  const T* gate;
+  bool relu;
+};
+
+// out: as x, with a gate [B, pixels, channels]
+template <typename T>
+cudaError_t norm_sum_forward(SumInput<T> input, T* out, SumShape shape, cudaStream_t stream);
+
+// Gradients as the inputs; each may be null. One launch, scratch as for norm_conv.
+template <typename T>
+struct SumGrads {
+  T* x;
+  Compute<T>* scale;
+  Compute<T>* shift;
+  T* residual;
+  Compute<T>* residual_scale;
+  Compute<T>* residual_shift;
+  T* gate;
+};
+template <typename T>
+Scratch norm_sum_backward_scratch(SumShape shape);
+template <typename T>
+cudaError_t norm_sum_backward(const T* grad, SumInput<T> input, SumGrads<T> grads, Compute<T>* scratch,
+                              unsigned* tickets, SumShape shape, cudaStream_t stream);
+
+// ---- batch_affine.cu: float, double
+
+// All [count]; weight, bias: null for 1 and 0. scale = weight / sqrt(var + eps), shift = bias - mean * scale. Running
+// statistics (both or null) move by momentum towards mean and var * bessel.
+template <typename C>
+cudaError_t batch_affine_forward(const C* mean, const C* var, const C* weight, const C* bias, C* running_mean,
+                                 C* running_var, C* scale, C* shift, int64_t count, C bessel, C momentum, C eps,
+                                 cudaStream_t stream);
+template <typename C>
+cudaError_t batch_affine_backward(const C* grad_scale, const C* grad_shift, const C* mean, const C* var,
+                                  const C* weight, C* grad_mean, C* grad_var, C* grad_weight, C* grad_bias,
+                                  int64_t count, C eps, cudaStream_t stream);
+
 // ---- mfnnr.cu: float, double
 
 constexpr int kMaxLinear = 8;      // linear layers per FNN in the fused kernels

@@ -114,10 +114,32 @@ cudaError_t run_conv(const Call& c) {
   });
 }
 
+// ints: batch, experts, channels, pixels, shared, relu; buffers from `first`: x, scale, shift, residual, its scale, its
+// shift, gate
+template <typename T>
+SumInput<T> sum_input(const Call& c, size_t first) {
+  using C = Compute<T>;
+  return {c.at<T>(first),     c.at<C>(first + 1), c.at<C>(first + 2), c.at<T>(first + 3),
+          c.at<C>(first + 4), c.at<C>(first + 5), c.at<T>(first + 6), c.ints.at(5) != 0};
+}
+template <typename T>
+cudaError_t run_sum(const Call& c) {
+  using C = Compute<T>;
+  const auto at = [&](size_t i) { return static_cast<int>(c.ints.at(i)); };
+  const SumShape shape{c.ints.at(0), at(1), at(2), at(3), at(4) != 0};
+  if (c.name == "norm_sum_forward") return norm_sum_forward<T>(sum_input<T>(c, 0), c.at<T>(7), shape, nullptr);
+  const SumGrads<T> grads{c.at<T>(8),  c.at<C>(9),  c.at<C>(10), c.at<T>(11),
+                          c.at<C>(12), c.at<C>(13), c.at<T>(14)};
+  return with_scratch<C>(norm_sum_backward_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
+    return norm_sum_backward<T>(c.at<T>(0), sum_input<T>(c, 1), grads, scratch, ticket, shape, nullptr);
+  });
+}
+
 template <typename T>
 cudaError_t run_any(const Call& c) {
   using C = Compute<T>;
   if (c.name.rfind("norm_conv_", 0) == 0) return run_conv<T>(c);
+  if (c.name.rfind("norm_sum_", 0) == 0) return run_sum<T>(c);
   if (c.name == "multiplex_forward") {
     return multiplex_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
   }
@@ -185,6 +207,15 @@ cudaError_t run_wide(const Call& c) {
   if (c.name == "mfnnr_update") {
     return mfnnr_update<C>(c.at<C>(0), c.at<C>(1), fnn<C>(c, 4, 7), static_cast<C>(c.floats.at(0)), c.at<C>(2),
                            c.at<C>(3), c.at<C>(4), c.at<unsigned>(5), c.at<C>(6), c.shape(), nullptr);
+  }
+  const auto number = [&](size_t i) { return static_cast<C>(c.floats.at(i)); };
+  if (c.name == "batch_affine_forward") {
+    return batch_affine_forward<C>(c.at<C>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5), c.at<C>(6),
+                                   c.at<C>(7), c.ints.at(0), number(0), number(1), number(2), nullptr);
+  }
+  if (c.name == "batch_affine_backward") {
+    return batch_affine_backward<C>(c.at<C>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5), c.at<C>(6),
+                                    c.at<C>(7), c.at<C>(8), c.ints.at(0), number(0), nullptr);
   }
   if (c.name == "leaky_backward") return leaky_backward<C>(c.at<C>(0), c.at<C>(1), c.ints.at(0), nullptr);
   return run_any<C>(c);
