@@ -17,9 +17,18 @@ from fastmod.bench.steps import Step
 from fastmod.runs.config import Config, changed
 from fastmod.studies import registry
 
-CASES = (("algo", "SMFR"), ("addmul", "SMFR_softmax"), ("doubleadd", "SMFR_softmax"), ("bpmnist", "SMFR_no_context"))
+CASES = (
+    ("algo", "SMFR"),
+    ("addmul", "SMFR_softmax"),
+    ("doubleadd", "SMFR_softmax"),
+    ("bpmnist", "SMFR_no_context"),
+    ("resmix-pentomino", "ResMixNet_4_1"),
+)
 # Long steps in short chunks, so that the contenders take turns often enough to meet the same machine.
-SIZES = {"addmul": {"width": 4, "depth": 2, "layers": 1}, "bpmnist": {"chunk": 5}}
+SIZES: dict[str, dict[str, int]] = {
+    "addmul": {"width": 4, "depth": 2, "layers": 1}, "bpmnist": {"chunk": 5},
+    "resmix-pentomino": {"chunk": 1, "images": 640},
+}  # fmt: skip
 LIMIT = 1.3
 
 

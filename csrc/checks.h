@@ -161,4 +161,109 @@ inline void check_masked_linear_grad(const at::Tensor& grad, const at::Tensor& x
                     "grad: expected [B, ..., ", out, "], got ", grad.sizes());
 }
 
+// ---- images of several experts
+
+inline void check_affine(const at::Tensor& x, const std::optional<at::Tensor>& tensor, int64_t experts,
+                         const char* name) {
+  if (!tensor) return;
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK(tensor->device() == x.device(), name, ": expected device ", x.device(), ", got ", tensor->device());
+  TORCH_CHECK_TYPE(tensor->scalar_type() == wide, name, ": expected ", wide, ", got ", tensor->scalar_type());
+  TORCH_CHECK_VALUE(tensor->dim() == 2 && (tensor->size(0) == experts || (x.dim() == 4 && tensor->size(0) == 1)) &&
+                        tensor->size(1) == x.size(-3),
+                    name, ": expected [", experts, ", ", x.size(-3), "], got ", tensor->sizes());
+}
+
+inline void check_norm_conv(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+                            const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& channel_gate,
+                            const std::optional<at::Tensor>& bias, int64_t stride, bool depthwise) {
+  check_float(x, "x");
+  check_like(x, weight, "weight");
+  TORCH_CHECK_VALUE(stride == 1 || stride == 2, "stride: expected 1 or 2, got ", stride);
+  TORCH_CHECK_VALUE((x.dim() == 4 || x.dim() == 5) && weight.dim() == 5 && weight.size(3) == weight.size(4) &&
+                        (weight.size(3) == 1 || weight.size(3) == 3) && weight.numel() > 0 && x.size(-1) > 0 &&
+                        x.size(-2) > 0 && (x.dim() == 4 || x.size(1) == weight.size(0)) &&
+                        (depthwise ? weight.size(2) == 1 && weight.size(1) == x.size(-3) : weight.size(2) == x.size(-3)),
+                    "expected x [B, E, Cin, H, W] or [B, Cin, H, W] and weight ",
+                    depthwise ? "[E, C, 1, k, k]" : "[E, Cout, Cin, k, k]", ", got ", x.sizes(), " and ", weight.sizes());
+  TORCH_CHECK_VALUE(scale.has_value() == shift.has_value(), "scale, shift: expected both or none");
+  check_affine(x, scale, weight.size(0), "scale");
+  check_affine(x, shift, weight.size(0), "shift");
+  TORCH_CHECK_VALUE(!scale || scale->sizes() == shift->sizes(), "shift: expected the shape of scale");
+  if (channel_gate) {
+    check_like(x, *channel_gate, "channel_gate");
+    TORCH_CHECK_VALUE(channel_gate->dim() == 3 && channel_gate->size(0) == x.size(0) &&
+                          channel_gate->size(1) == weight.size(0) && channel_gate->size(2) == x.size(-3),
+                      "channel_gate: expected [B, E, Cin], got ", channel_gate->sizes());
+  }
+  if (!bias) return;
+  check_like(x, *bias, "bias");
+  TORCH_CHECK_VALUE(bias->dim() == 2 && bias->sizes() == weight.sizes().slice(0, 2), "bias: expected [E, Cout], got ",
+                    bias->sizes());
+}
+
+inline void check_norm_conv_grad(const at::Tensor& grad, const std::optional<at::Tensor>& grad_mean,
+                                 const std::optional<at::Tensor>& grad_var, const std::optional<at::Tensor>& y,
+                                 const std::optional<at::Tensor>& mean, const at::Tensor& x, const at::Tensor& weight,
+                                 int64_t stride) {
+  const auto rounded = [&](int64_t size) { return (size + stride - 1) / stride; };
+  check_like(x, grad, "grad");
+  TORCH_CHECK_VALUE(grad.dim() == 5 && grad.size(0) == x.size(0) &&
+                        grad.sizes().slice(1, 2) == weight.sizes().slice(0, 2) &&
+                        grad.size(3) == rounded(x.size(-2)) && grad.size(4) == rounded(x.size(-1)),
+                    "grad: expected the shape of y, got ", grad.sizes());
+  TORCH_CHECK_VALUE(!grad_var || (y && mean), "y, mean: expected both beside grad_var");
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  for (const auto* tensor : {&grad_mean, &grad_var, &mean}) {
+    if (!*tensor) continue;
+    TORCH_CHECK(tensor->value().device() == x.device(), "statistics: expected device ", x.device());
+    TORCH_CHECK_TYPE(tensor->value().scalar_type() == wide, "statistics: expected ", wide);
+    TORCH_CHECK_VALUE(tensor->value().sizes() == weight.sizes().slice(0, 2), "statistics: expected [E, Cout], got ",
+                      tensor->value().sizes());
+  }
+  if (!y) return;
+  check_like(x, *y, "y");
+  TORCH_CHECK_VALUE(y->sizes() == grad.sizes(), "y: expected ", grad.sizes(), ", got ", y->sizes());
+}
+
+inline void check_norm_sum(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& shift,
+                           const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& residual_scale,
+                           const std::optional<at::Tensor>& residual_shift, const std::optional<at::Tensor>& gate) {
+  check_float(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 5, "x: expected [B, E, C, H, W], got ", x.sizes());
+  check_affine(x, scale, x.size(1), "scale");
+  check_affine(x, shift, x.size(1), "shift");
+  TORCH_CHECK_VALUE(residual_scale.has_value() == residual_shift.has_value() && (residual || !residual_scale),
+                    "residual_scale, residual_shift: expected both or none, and a residual beside them");
+  check_affine(x, residual_scale, x.size(1), "residual_scale");
+  check_affine(x, residual_shift, x.size(1), "residual_shift");
+  if (residual) {
+    check_like(x, *residual, "residual");
+    TORCH_CHECK_VALUE(residual->sizes() == x.sizes() || (residual->dim() == 4 && residual->size(0) == x.size(0) &&
+                                                         residual->sizes().slice(1) == x.sizes().slice(2)),
+                      "residual: expected ", x.sizes(), " or that without E, got ", residual->sizes());
+  }
+  if (!gate) return;
+  check_like(x, *gate, "gate");
+  TORCH_CHECK_VALUE(gate->sizes() == x.sizes().slice(0, 2), "gate: expected [B, E], got ", gate->sizes());
+}
+
+inline void check_batch_affine(const at::Tensor& mean, const at::Tensor& var, const std::optional<at::Tensor>& weight,
+                               const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
+                               const std::optional<at::Tensor>& running_var) {
+  TORCH_CHECK_TYPE(mean.scalar_type() == at::kFloat || mean.scalar_type() == at::kDouble,
+                   "mean: expected float32 or float64, got ", mean.scalar_type());
+  check_like(mean, var, "var");
+  TORCH_CHECK_VALUE(var.sizes() == mean.sizes(), "var: expected ", mean.sizes(), ", got ", var.sizes());
+  TORCH_CHECK_VALUE(running_mean.has_value() == running_var.has_value(),
+                    "running_mean, running_var: expected both or none");
+  for (const auto* tensor : {&weight, &bias, &running_mean, &running_var}) {
+    if (!*tensor) continue;
+    check_float(**tensor, "weight, bias or running statistics");
+    TORCH_CHECK(tensor->value().device() == mean.device(), "expected all tensors on ", mean.device());
+    TORCH_CHECK_VALUE(tensor->value().sizes() == mean.sizes(), "expected ", mean.sizes(), ", got ",
+                      tensor->value().sizes());
+  }
+}
+
 }  // namespace fastmod

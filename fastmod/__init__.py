@@ -12,15 +12,15 @@ from fastmod import nn, ops, optim  # noqa: E402
 from fastmod.backend import backends, use_backend  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "backends", "data", "masks", "models", "nn", "ops", "optim", "use_backend"]
+__all__ = ["__version__", "backends", "data", "masks", "models", "nn", "ops", "optim", "tasks", "use_backend"]
 
 if TYPE_CHECKING:
-    from fastmod import data, masks, models
+    from fastmod import data, masks, models, tasks
 
 
 def __getattr__(name: str) -> ModuleType:
     """What not everybody needs is imported when it is asked for."""
-    if name in ("data", "masks", "models"):
+    if name in ("data", "masks", "models", "tasks"):
         return import_module(f"fastmod.{name}")
     raise AttributeError(f"module 'fastmod' has no attribute {name!r}")
 

@@ -29,6 +29,7 @@ console = Console()
 app.command()(command.study)
 app.command()(command.inspect)
 app.command()(command.live)
+app.command()(command.show)
 app.command()(bench_command.bench)
 app.command("compile")(gpu_command.compile_kernels)
 _COLOURS = {doctor_module.OK: "green", doctor_module.UNAVAILABLE: "dim", doctor_module.FAILED: "bold red"}

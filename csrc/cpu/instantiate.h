@@ -13,6 +13,10 @@ namespace FASTMOD_ISA {
 #include "sample_mask_kernel.h"
 #include "masked_linear_kernel.h"
 #include "mfnnr_kernel.h"
+#include "conv.h"
+#include "winograd.h"
+#include "norm_conv_kernel.h"
+#include "norm_sum_kernel.h"
 
 template <typename T>
 constexpr KernelTable<T> make_table() {
@@ -37,6 +41,14 @@ constexpr KernelTable<T> make_table() {
       .mfnnr_forward = mfnnr_forward<T>,
       .mfnnr_backward = mfnnr_backward<T>,
       .mfnnr_weight_grad = mfnnr_weight_grad<T>,
+      .lanes = kLanes<T>,
+      .winograd_weights = winograd_weights<T>,
+      .winograd_weight_grads = winograd_weight_grads<T>,
+      .norm_conv_scratch = norm_conv_scratch<T>,
+      .norm_conv_forward = norm_conv_forward<T>,
+      .norm_conv_backward = norm_conv_backward<T>,
+      .norm_sum_forward = norm_sum_forward<T>,
+      .norm_sum_backward = norm_sum_backward<T>,
   };
 }
 

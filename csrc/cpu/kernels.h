@@ -126,6 +126,40 @@ struct MaskedLinearUnit {
   T* grad_x;  // [S, rows, in] or null; only these columns are written
 };
 
+// A convolution of images [B, E, H, W, C] (x [B, H, W, C] where all experts share it) that normalises what it reads.
+template <typename T>
+struct NormConvArgs {
+  int64_t batch, experts, cin, cout, high, wide, out_high, out_wide, kernel, stride;
+  bool shared, depthwise, relu, winograd;
+  int64_t taps() const { return winograd ? 16 : kernel * kernel; }  // matrices of packed weights
+  const T *x, *scale, *shift, *gate;  // scale, shift: affine_stride from one expert to the next; may be null, like gate
+  int64_t affine_stride;
+  const T *weight, *bias;        // packed: see norm_conv_kernel.h; the bias [E, cout] may be null
+  const T* input_weight;         // packed for the gradient of the input
+  int64_t columns, input_columns;  // of the packed weights: cout and cin, up to whole vectors
+  T* y;
+  T *unit_mean, *unit_square;    // [B, E, cout] or null
+  // backward only; whichever is not needed is null
+  const T* grad;
+  const T *y_read, *mean, *grad_mean, *grad_var;  // mean, grad_mean / n, 2 grad_var / n: [E, cout]
+  T* grad_x;
+  T *grad_scale, *grad_shift, *grad_gate;  // [B, E, cin]
+  T *grad_weight, *grad_bias;              // of each part of the batch: packed as the weight; [parts, E, cout]
+};
+
+// relu(scale * x + shift + residual) of images [B, E, H * W, C], and its gated sum over experts.
+template <typename T>
+struct NormSumArgs {
+  int64_t experts, pixels, channels;
+  bool shared, relu;  // shared: the residual is [B, H * W, C]
+  const T *x, *scale, *shift, *residual, *residual_scale, *residual_shift, *gate;
+  T* out;  // forward only
+  const T* grad;
+  T *grad_x, *grad_residual;
+  T *grad_scale, *grad_shift, *grad_residual_scale;  // [B, E, C] or null
+  T* grad_gate;                                      // [B, E] or null
+};
+
 template <typename T>
 struct KernelTable {
   // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
@@ -150,6 +184,15 @@ struct KernelTable {
   void (*mfnnr_forward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
   void (*mfnnr_backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
   void (*mfnnr_weight_grad)(const MfnnrArgs<T>&, const WeightGradUnit&, T* scratch);
+  int64_t lanes;
+  void (*winograd_weights)(const T* taps, int64_t count, T* out);       // [9, count] -> [16, count]
+  void (*winograd_weight_grads)(const T* grads, int64_t count, T* out);  // and back, as its gradient
+  int64_t (*norm_conv_scratch)(const NormConvArgs<T>&);
+  void (*norm_conv_forward)(const NormConvArgs<T>&, int64_t image, int64_t expert, T* scratch);
+  void (*norm_conv_backward)(const NormConvArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t expert,
+                             T* scratch);
+  void (*norm_sum_forward)(const NormSumArgs<T>&, int64_t image);
+  void (*norm_sum_backward)(const NormSumArgs<T>&, int64_t image);
 };
 
 struct Kernels {

@@ -1,40 +1,39 @@
-"""CIFAR-10 from a folder with its binary version: records of one label byte and 3072 bytes of colour."""
+"""CIFAR-10 and CIFAR-100 from folders with their binary versions: records of label bytes and 3072 bytes of colour."""
 
 from __future__ import annotations
 
 import gzip
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastmod.data.idx import GZIP_MAGIC, DataError
+from fastmod.data.photographs import Photographs
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
+FILES_100 = ("train.bin", "test.bin")
+FINE_CLASSES = 100  # of CIFAR-100, whose files do not name them
 SIDE = 32
-RECORD = 1 + 3 * SIDE * SIDE
+PIXELS = 3 * SIDE * SIDE
+RECORD = 1 + PIXELS  # bytes of one image of CIFAR-10
 #: Where the files are looked for below $FASTMOD_DATA; the last one is what the published archive unpacks to.
 FOLDERS = ("", "cifar10", "cifar-10-batches-bin")
-_MOST = 100_000 * RECORD  # bytes of one file; ten times the official one, so that a gzip bomb is not unpacked
+FOLDERS_100 = ("", "cifar100", "cifar-100-binary")
+_MOST = 100_000  # images of one file; at least twice the official ones, so that a gzip bomb is not unpacked
 
 
-class CIFAR10(NamedTuple):
-    """Small photographs and which of :data:`CLASSES` each shows, in the order of the files."""
+class CIFAR10(Photographs):
+    """Small photographs and which of :data:`CLASSES` each shows; 10000 for each training file that is there."""
 
-    train_images: Tensor  # uint8 [N, 3, 32, 32]; red, green, blue. N: 10000 for each training file that is there
-    train_labels: Tensor  # int64 [N]
-    test_images: Tensor  # uint8 [10000, 3, 32, 32]
-    test_labels: Tensor  # int64 [10000]
 
-    @property
-    def described(self) -> str:
-        """How much of the data set this is."""
-        return f"{len(self.train_labels)} training and {len(self.test_labels)} test images"
+class CIFAR100(Photographs):
+    """Small photographs and which of 100 classes each shows: the fine labels."""
 
 
 def load_cifar10(root: str | os.PathLike[str] | None = None) -> CIFAR10:
@@ -64,6 +63,33 @@ def load_cifar10(root: str | os.PathLike[str] | None = None) -> CIFAR10:
     )
 
 
+def load_cifar100(root: str | os.PathLike[str] | None = None) -> CIFAR100:
+    """Read CIFAR-100 with its fine labels. Looked for in ``root``; else in ``$FASTMOD_DATA`` and its folders
+    ``cifar100`` and ``cifar-100-binary``.
+
+    Args:
+        root: folder with ``train.bin`` and ``test.bin``, each plain or ``.gz``. Where it is given, nothing else is
+            looked at.
+
+    Returns:
+        ``train_images`` uint8 ``[N, 3, 32, 32]``, ``train_labels`` int64 ``[N]``, and the same of the test images.
+
+    Raises:
+        DataError: nothing found, or a file is missing or damaged.
+    """
+    if root is not None:
+        return _read_folder_100(Path(root))
+    variable = os.environ.get("FASTMOD_DATA")
+    for folder in (Path(variable, name) for name in FOLDERS_100) if variable else ():
+        if any(_file(folder, name) for name in FILES_100):
+            return _read_folder_100(folder)
+    where = f" in FASTMOD_DATA={variable}" if variable else ""
+    raise DataError(
+        f"CIFAR-100: not found{where}; give a folder with {' and '.join(FILES_100)} (the binary version, plain or "
+        ".gz), or set FASTMOD_DATA to such a folder"
+    )
+
+
 def _read_folder(folder: Path) -> CIFAR10:
     train = [file for name in TRAIN_FILES if (file := _file(folder, name))]
     test = _file(folder, TEST_FILE)
@@ -71,30 +97,45 @@ def _read_folder(folder: Path) -> CIFAR10:
         missing = TEST_FILE if train else f"at least one of {TRAIN_FILES[0]} to {TRAIN_FILES[-1]}"
         what = f"expected {missing} (plain or .gz)" if folder.is_dir() else "no such folder"
         raise DataError(f"{folder}: {what}; CIFAR-10 is read from a folder with its binary version")
-    parts = [_read_file(file) for file in train]
-    images, labels = (torch.cat(part) for part in zip(*parts, strict=True))
-    return CIFAR10(images, labels, *_read_file(test))
+    return CIFAR10(*_read_files(train, 1, len(CLASSES)), *_read_files([test], 1, len(CLASSES)))
+
+
+def _read_folder_100(folder: Path) -> CIFAR100:
+    train, test = (_file(folder, name) for name in FILES_100)
+    if not train or not test:
+        what = f"expected {' and '.join(FILES_100)} (plain or .gz)" if folder.is_dir() else "no such folder"
+        raise DataError(f"{folder}: {what}; CIFAR-100 is read from a folder with its binary version")
+    # The coarse label comes first; the fine one is the last byte before the colours.
+    return CIFAR100(*_read_files([train], 2, FINE_CLASSES), *_read_files([test], 2, FINE_CLASSES))
 
 
 def _file(folder: Path, name: str) -> Path | None:
     return next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
 
 
-def _read_file(path: Path) -> tuple[Tensor, Tensor]:
+def _read_files(paths: Sequence[Path], label_bytes: int, classes: int) -> tuple[Tensor, Tensor]:
+    """uint8 ``[N, 3, 32, 32]`` and int64 ``[N]`` of several files, one after the other."""
+    images, labels = zip(*(_read_file(path, label_bytes, classes) for path in paths), strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def _read_file(path: Path, label_bytes: int, classes: int) -> tuple[Tensor, Tensor]:
     """uint8 ``[N, 3, 32, 32]`` and int64 ``[N]`` of one file, packed or not (told by its contents, not its name)."""
+    record = label_bytes + PIXELS
+    most = _MOST * record
     with path.open("rb") as file:
         packed = file.read(2) == GZIP_MAGIC
         file.seek(0)
         try:
-            contents = (gzip.GzipFile(fileobj=file) if packed else file).read(_MOST + 1)
+            contents = (gzip.GzipFile(fileobj=file) if packed else file).read(most + 1)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{path}: truncated or damaged gzip file: {error}") from error
-    if not contents or len(contents) % RECORD or len(contents) > _MOST:
+    if not contents or len(contents) % record or len(contents) > most:
         raise DataError(
-            f"{path}: wrong length: expected records of {RECORD} bytes, at most {_MOST} bytes, got {len(contents)}"
+            f"{path}: wrong length: expected records of {record} bytes, at most {most} bytes, got {len(contents)}"
         )
-    records = torch.frombuffer(bytearray(contents), dtype=torch.uint8).view(-1, RECORD)
-    labels = records[:, 0].long()
-    if labels.max() >= len(CLASSES):
-        raise DataError(f"{path}: expected labels 0 to {len(CLASSES) - 1}, got {int(labels.max())}")
-    return records[:, 1:].reshape(-1, 3, SIDE, SIDE), labels
+    records = torch.frombuffer(bytearray(contents), dtype=torch.uint8).view(-1, record)
+    labels = records[:, label_bytes - 1].long()
+    if labels.max() >= classes:
+        raise DataError(f"{path}: expected labels 0 to {classes - 1}, got {int(labels.max())}")
+    return records[:, label_bytes:].reshape(-1, 3, SIDE, SIDE), labels

@@ -50,8 +50,8 @@ def compiled(source: Path, target: Target, cubin: Path) -> tuple[dict[str, resou
 
 def readable(symbol: str) -> tuple[str, list[str | int]]:
     """Name and template arguments of a mangled kernel of ours: c++filt is not on every machine."""
-    # Names stand in a row, each behind its length; the kernel's own is the last. Reading the lengths in turn is what keeps
-    # digits inside a name (nvcc mixes hashes and a process number into the unnamed namespace) from passing for one.
+    # Names stand in a row, each behind its length; the kernel's own is the last. Reading the lengths in turn is what
+    # keeps digits inside a name (nvcc mixes hashes and a process number into the unnamed namespace) apart from them.
     opening = re.match(r"_ZN?", symbol)
     name, rest = "", symbol[opening.end() :] if opening else ""
     while length := re.match(r"\d+", rest):

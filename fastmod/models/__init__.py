@@ -6,7 +6,18 @@ from fastmod.models.cnn import CNN
 from fastmod.models.encoder_decoders import LSTMEncoderDecoder, SequenceTransformer
 from fastmod.models.fnn import FNN, MLP
 from fastmod.models.lstm import LSTM
+from fastmod.models.plain_resmixnet import PlainResMixNet, PlainResNet, PlainVGG
 from fastmod.models.plain_smfr import PlainSMFR
+from fastmod.models.resmixnet import (
+    FusedResNet,
+    FusedVGG,
+    ResMixNet,
+    load_plain,
+    resnet26,
+    resnet50,
+    resnet152_bottleneck,
+    vgg19_bn,
+)
 from fastmod.models.resnet import ResNet
 
 __all__ = [
@@ -15,8 +26,19 @@ __all__ = [
     "LSTM",
     "MLP",
     "BlockTransformer",
+    "FusedResNet",
+    "FusedVGG",
     "LSTMEncoderDecoder",
+    "PlainResMixNet",
+    "PlainResNet",
     "PlainSMFR",
+    "PlainVGG",
+    "ResMixNet",
     "ResNet",
     "SequenceTransformer",
+    "load_plain",
+    "resnet26",
+    "resnet50",
+    "resnet152_bottleneck",
+    "vgg19_bn",
 ]

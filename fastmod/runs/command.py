@@ -1,4 +1,4 @@
-"""``fastmod study`` and ``fastmod inspect``."""
+"""``fastmod study``, ``inspect``, ``live`` and ``show``."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def study(
     model: Annotated[list[str] | None, typer.Option(help="Model to run; repeat for several.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0-4 or 0,3,7.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Training epochs, where a study counts them (resmix-...).")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="key=value; repeat for several.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A short run that shows how it goes.")] = False,
     noisy: Annotated[bool, typer.Option("--noisy", help="The study's variant with permuted input (algo).")] = False,
@@ -65,7 +66,7 @@ def study(
         return
     with _clear_errors():
         if resume is not None:
-            others = (model, seeds, steps, setting, out, jobs, device)
+            others = (model, seeds, steps, epochs, setting, out, jobs, device)
             if any(option is not None for option in others) or quick or noisy:
                 raise StudyError("--resume goes on with a run as it was begun; it takes no other option")
             folder = RunFolder(resume)
@@ -77,6 +78,7 @@ def study(
             assert name is not None
             text = settings_of(setting or [])
             text |= {"noisy": "true"} if noisy else {}
+            text |= {} if epochs is None else {"epochs": str(epochs)}
             plan = _plan(name, model, seeds, steps, text, quick, jobs or 1, device)
             default = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
             folder = RunFolder.create(out or default, plan)
@@ -145,6 +147,25 @@ def inspect(
     _say(f"heat maps: {path}" if path else 'no heat maps: pip install "fastmod[study]" adds them')
 
 
+def show(
+    task: Annotated[str, typer.Argument(help="Such as pentomino or mnist_parity.")],
+    n: Annotated[int, typer.Option(help="How many images.")] = 24,
+    seed: Annotated[int, typer.Option(help="Of the images.")] = 0,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as placement=jitter.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The sheet; default: TASK.png here.")] = None,
+) -> None:
+    """Draw some images of a task with their labels on one sheet."""
+    from fastmod.runs import draw
+    from fastmod.tasks import show as sheets
+
+    with _clear_errors():
+        path = out or Path(f"{task}.png")
+        if path.suffix.lower() != ".png":
+            raise StudyError(f"--out {path}: expected a name that ends in .png")
+        draw.save(sheets.sheet(task, n, seed, settings_of(setting or [])), path)
+    _say(f"{n} images of {task}, seed {seed}: {path}")
+
+
 def _plan(
     name: str,
     chosen: list[str] | None,
@@ -190,11 +211,13 @@ def _device(name: str | None) -> str:
 
 def _list() -> Table:
     table = Table("study", "what it asks", "paper", "models", "steps")
+    study_column, *_, models_column, _ = table.columns
+    study_column.no_wrap, models_column.overflow = True, "fold"  # a name that is cut off cannot be typed
     for name in registry.names():
         try:
             study = registry.get(name)
         except StudyError as error:  # of another package; the others can be run all the same
             table.add_row(name, str(error), "", "", "")
             continue
-        table.add_row(name, study.title, study.paper, ", ".join(study.models), f"{study.defaults.steps:,}")
+        table.add_row(name, study.title, study.paper, ", ".join(study.models), study.defaults.length)
     return table

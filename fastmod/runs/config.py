@@ -6,7 +6,7 @@ import dataclasses
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 
 class StudyError(Exception):
@@ -26,17 +26,27 @@ class Config:
     evaluate_every: int = 500
     checkpoint_seconds: float = 20.0
 
+    #: Settings for which 0 has a meaning of its own.
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "chunk", "evaluate_every"):
-            if not 1 <= getattr(self, name) < 2**31:
-                raise StudyError(f"{name}: expected 1 or more, below 2**31, got {getattr(self, name)}")
-        if not self.lr > 0 or not self.clip > 0:
+            least = 0 if name in self.may_be_zero else 1
+            if not least <= getattr(self, name) < 2**31:
+                raise StudyError(f"{name}: expected {least} or more, below 2**31, got {getattr(self, name)}")
+        free = "lr" in self.may_be_zero and self.lr == 0
+        if not (self.lr > 0 or free) or not self.clip > 0:
             raise StudyError(f"lr and clip: expected more than 0, got {self.lr} and {self.clip}")
         if not self.checkpoint_seconds >= 0:
             raise StudyError(f"checkpoint_seconds: expected 0 or more, got {self.checkpoint_seconds}")
         for name in ("steps", "evaluate_every"):
             if getattr(self, name) % self.chunk:
                 raise StudyError(f"{name}: expected a multiple of chunk = {self.chunk}, got {getattr(self, name)}")
+
+    @property
+    def length(self) -> str:
+        """Of the training, for people."""
+        return f"{self.steps:,}"
 
 
 C = TypeVar("C", bound=Config)

@@ -45,7 +45,7 @@ class Display:
             self._shown[now.key] = time.monotonic()
             left = "done" if now.finished else f"{_clock((now.steps - now.step) / now.rate)} left"
             self._console.print(
-                f"{now.key}  step {now.step}/{now.steps}  {now.rate:.0f} steps/s  {self._metrics(now.key)}  {left}",
+                f"{now.key}  step {now.step}/{now.steps}  {_speed(now.rate)}  {self._metrics(now.key)}  {left}",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
 
@@ -54,12 +54,12 @@ class Display:
             self._rows[now.key] = live.add_task(now.key, total=now.steps, completed=now.step, metrics="", rate="")
         live.update(
             self._rows[now.key], completed=now.step, total=now.steps, metrics=self._metrics(now.key),
-            rate=f"{now.rate:.0f} steps/s",
+            rate=_speed(now.rate),
         )  # fmt: skip
 
     def _metrics(self, key: str) -> str:
         known = self._last_metrics.get(key, {})
-        chosen = [name for name in known if name == "loss" or name.startswith(("accuracy", "ood"))][:5]
+        chosen = [name for name in known if name == "loss" or name.startswith(("accuracy", "error", "ood"))][:5]
         return "  ".join(f"{name} {known[name]:.4g}" for name in chosen)
 
 
@@ -73,6 +73,10 @@ def _bars(console: Console) -> bars.Progress:
         bars.TimeRemainingColumn(),
         console=console,
     )
+
+
+def _speed(rate: float) -> str:
+    return f"{rate:.{0 if rate >= 10 else 1}f} steps/s"
 
 
 def _clock(seconds: float) -> str:
@@ -91,6 +95,6 @@ def table(title: str, rows: list[Row], *, ascii_only: bool = False) -> Table:
     for column in shown.columns[1:]:
         column.justify = "right"
     for row in rows:
-        figures = (str(len(row.values)), f"{row.steps:,}", f"{row.minutes:.1f}")
+        figures = (str(row.trials), f"{row.steps:,}", f"{row.minutes:.1f}")
         shown.add_row(row.name, spelt(row.paper), spelt(row.ours), *figures)
     return shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,11 +22,16 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
+def needed() -> None:
+    """For what is nothing without a figure."""
+    if not available():
+        raise StudyError('figures need matplotlib: pip install "fastmod[study]"')
+
+
 def _axes(size: tuple[float, float] = (6.4, 3.8)) -> tuple[Figure, Any]:
-    try:
-        from matplotlib.figure import Figure  # no pyplot: no window system, no global state
-    except ImportError:
-        raise StudyError('figures need matplotlib: pip install "fastmod[study]"') from None
+    needed()
+    from matplotlib.figure import Figure  # no pyplot: no window system, no global state
+
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -98,19 +104,14 @@ def bars(
 
 def heat_maps(rows: Sequence[tuple[str, Sequence[tuple[str, Any, Sequence[str], Sequence[str]]]]]) -> Figure:
     """A grid of weights in 0..1: rows of (row title, [(title, matrix, row names, column names), ...])."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StudyError('figures need matplotlib: pip install "fastmod[study]"') from None
     columns = max(len(panels) for _, panels in rows)
-    figure = Figure(figsize=(0.6 + 2.6 * columns, 0.4 + 2.5 * len(rows)), layout="constrained")
-    grid = figure.subplots(len(rows), columns, squeeze=False)
+    figure, places = grid(len(rows), columns, (0.6 + 2.6 * columns, 0.4 + 2.5 * len(rows)))
     image = None
     for r, (row_title, panels) in enumerate(rows):
-        for axes in grid[r]:
+        for axes in places[r]:
             axes.axis("off")
         for c, (title, matrix, row_names, column_names) in enumerate(panels):
-            axes = grid[r][c]
+            axes = places[r][c]
             axes.axis("on")
             image = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             axes.set_xticks(range(len(column_names)), column_names, fontsize=6, rotation=90)
@@ -122,5 +123,44 @@ def heat_maps(rows: Sequence[tuple[str, Sequence[tuple[str, Any, Sequence[str], 
             if c == 0:
                 axes.set_ylabel(row_title, fontsize=8)
     if image is not None:
-        figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, pad=0.02, label="weight")
+        figure.colorbar(image, ax=places, shrink=0.6, aspect=40, pad=0.02, label="weight")
+    return figure
+
+
+def grid(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Any]:
+    """A figure and its axes ``[rows, columns]``."""
+    needed()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def weights(
+    axes: Any, title: str, matrix: Sequence[Sequence[float]], row_names: Sequence[str], column_names: Sequence[str]
+) -> None:
+    """A map of weights in 0..1, each written into its cell unless there are too many to be read."""
+    axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    small = 7 if len(row_names) <= _READABLE else 4
+    axes.set_xticks(range(len(column_names)), column_names, fontsize=7, rotation=90)
+    axes.set_yticks(range(len(row_names)), row_names, fontsize=small)
+    axes.set_title(title, fontsize=9)
+    for r, values in enumerate(matrix if len(row_names) <= _READABLE else ()):
+        for c, value in enumerate(values):
+            axes.text(c, r, f"{value:.2f}", ha="center", va="center", fontsize=6, color="black" if value > 0.6 else "w")
+
+
+_READABLE = 20  # rows of a map with numbers in it
+
+
+def images(pictures: Sequence[Any], titles: Sequence[str]) -> Figure:
+    """A sheet of small pictures ``[H, W, 3]`` of bytes, each below its title, no pixel smoothed."""
+    columns = math.ceil(math.sqrt(len(pictures) * 1.5))
+    rows = math.ceil(len(pictures) / columns)
+    figure, places = grid(rows, columns, (1.3 * columns, 1.5 * rows))
+    for axes in places.flatten():
+        axes.axis("off")
+    for axes, picture, title in zip(places.flatten(), pictures, titles, strict=False):
+        axes.imshow(picture, interpolation="nearest")
+        axes.set_title(title, fontsize=7)
     return figure

@@ -88,7 +88,7 @@ def run_trial(
     try:
         saved = time.monotonic()
         while not trial.finished:
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), trial.step
             try:
                 loss = float(trial.chunk())  # the only wait for the device, once a chunk
             except (MemoryError, RuntimeError) as error:  # torch has a class of its own for a GPU's memory only
@@ -98,7 +98,7 @@ def run_trial(
             fresh = None
             if not math.isfinite(loss):
                 raise StudyError(f"{key}: the loss is {loss} at step {trial.step}; try a smaller lr")
-            if trial.step % trial.config.evaluate_every == 0 or trial.finished:
+            if trial.due or trial.finished:
                 fresh = {"loss": loss, **trial.metrics()}
                 trial.after_evaluation(fresh)
                 metrics = fresh
@@ -106,7 +106,7 @@ def run_trial(
                 events.add(fresh, trial.step)
             spent = time.perf_counter() - begin
             trial.seconds += spent
-            rate = trial.config.chunk / spent
+            rate = (trial.step - before) / spent
             tell(Progress(key, trial.step, trial.steps, trial.seconds, rate, fresh, trial.finished))
             if stopped() and not trial.finished:
                 save()

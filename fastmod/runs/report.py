@@ -71,7 +71,7 @@ def _result(plan: Plan, study: Study, records: list[Record], rows: list[Row]) ->
             "paper": row.paper,
             "mean": row.mean if row.values else None,
             "standard_error": row.error,
-            "trials": len(row.values),
+            "trials": row.trials,
             "steps": row.steps,
             "minutes": row.minutes,
             "note": row.note,
@@ -92,7 +92,7 @@ def _page(
     remarks: Sequence[str],
 ) -> str:
     def cells(row: Row) -> str:
-        shown = [row.name, row.paper, row.ours, str(len(row.values)), f"{row.steps:,}", f"{row.minutes:.1f}", row.note]
+        shown = [row.name, row.paper, row.ours, str(row.trials), f"{row.steps:,}", f"{row.minutes:.1f}", row.note]
         kinds = ["", ' class="n"', ' class="n"', ' class="n"', ' class="n"', ' class="n"', ' class="dim"']
         parts = (f"<td{kind}>{html.escape(text)}</td>" for kind, text in zip(kinds, shown, strict=True))
         return f"<tr>{''.join(parts)}</tr>"

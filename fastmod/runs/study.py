@@ -36,7 +36,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of the paper beside ours. ``values``: ours, one per trial."""
+    """One figure of the paper beside ours. ``values``: ours, one per trial, or one of all ``of`` trials together."""
 
     name: str
     paper: str
@@ -44,6 +44,11 @@ class Row:
     steps: int
     minutes: float
     note: str = ""
+    of: int = 0
+
+    @property
+    def trials(self) -> int:
+        return self.of or len(self.values)
 
     @property
     def mean(self) -> float:

@@ -41,9 +41,14 @@ class Trial(ABC):
     def finished(self) -> bool:
         return self.step >= self.steps
 
+    @property
+    def due(self) -> bool:
+        """Whether to evaluate now, between two chunks; at the end it is done in any case."""
+        return self.step % self.config.evaluate_every == 0
+
     @abstractmethod
     def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Data of the next ``chunk`` steps, each tensor ``[chunk, ...]``, on the training device."""
+        """Data of the next ``chunk`` steps (or fewer), each tensor ``[chunk, ...]``, on the training device."""
 
     @abstractmethod
     def loss(self, *batch: Tensor) -> Tensor:
@@ -62,6 +67,7 @@ class Trial(ABC):
 
     def chunk(self) -> Tensor:
         """Train for ``config.chunk`` steps; the mean loss, still on the device so that nothing waits for it."""
+        begin = self.step
         data = self.batches(self.generator("data", self.step))
         total = torch.zeros((), device=self.device)
         for batch in zip(*data, strict=True):
@@ -71,7 +77,7 @@ class Trial(ABC):
             self.optimizer.zero_grad()
             total += loss.detach()
             self.step += 1
-        return total / self.config.chunk
+        return total / (self.step - begin)
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:

@@ -25,6 +25,9 @@ _OWN = {
     "mask-cifar": "fastmod.studies.masks.cifar:MaskCifar",
     "mask-scan": "fastmod.studies.masks.scan:MaskScan",
     "mask-math": "fastmod.studies.masks.math:MaskMath",
+    "resmix-pentomino": "fastmod.studies.resmix.pentomino:ResMixPentomino",
+    "resmix-parity": "fastmod.studies.resmix.parity:ResMixParity",
+    "resmix-cifar": "fastmod.studies.resmix.cifar:ResMixCifar",
 }
 
 

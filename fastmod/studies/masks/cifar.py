@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod.data.cifar import CIFAR10, CLASSES, load_cifar10
+from fastmod.data.photographs import PLACES, crop_and_flip
 from fastmod.masks import MaskedModel
 from fastmod.models import CNN, ResNet
 from fastmod.optim import Adam
@@ -35,7 +36,6 @@ ALL = "all"  # the control: no class is removed
 _CERTAIN = 30.0  # a logit that no draw contradicts
 _EVALUATED = 2000  # test images in the course of training; all of them at the end
 _SGD_LR = 0.1  # of the ResNet, to begin with
-_PADDING = 4  # of the random crops
 
 #: The paper's C.7, of 50000 images. Its masks of the ResNet have batches of 256.
 _CNN = {"steps": 20_000, "mask_steps": 20_000, "mask_lr": 1e-3, "beta": 1e-4, "channels": (32, 64, 128, 256)}
@@ -116,7 +116,7 @@ class MaskCifarTrial(masking.MaskTrial):
         index = shown[torch.randint(len(shown), shape, generator=generator, device=self.device)]
         if self.name != "ResNet110":
             return (index,)
-        return index, torch.randint(2 * _PADDING + 1, (*shape, 3), generator=generator, device=self.device)
+        return index, torch.randint(PLACES, (*shape, 3), generator=generator, device=self.device)
 
     def loss_of(self, model: nn.Module, *batch: Tensor) -> Tensor:
         index, *places = batch
@@ -175,17 +175,6 @@ class MaskCifarTrial(masking.MaskTrial):
             with self.masked.using(mask):
                 confusion[task] = self.confusion(self.masked).tolist()
         return {**found, "confusion": confusion, "images": self.data.described}
-
-
-def crop_and_flip(images: Tensor, places: Tensor) -> Tensor:
-    """``images [B, 3, H, W]`` moved by up to 4 pixels, half of them mirrored, as ``places [B, 3]`` in 0..8 says."""
-    height, width = images.shape[-2:]
-    down = places[:, 0, None] + torch.arange(height, device=images.device)  # [B, H]
-    right = places[:, 1, None] + torch.arange(width, device=images.device)
-    right = torch.where(places[:, 2, None] % 2 == 0, right, right.flip(1))
-    padded = F.pad(images, (_PADDING,) * 4)
-    batch = torch.arange(len(images), device=images.device)[:, None, None]
-    return padded.movedim(1, -1)[batch, down[:, :, None], right[:, None, :]].movedim(-1, 1)
 
 
 # ---- what a mask without a class did

@@ -1,0 +1,214 @@
+// Products of image rows and weights, the innermost loops of convolutions. Included once per ISA by instantiate.h.
+
+// What a block of pixels reads: `length` values from `offset` on (relative to its first pixel), each times a row of
+// weights [length, columns].
+template <typename T>
+struct ConvRun {
+  int64_t offset, length;
+  const T* weight;
+};
+
+// What is needed soon, asked for a few cache lines at a time while products are computed: a strip is filled and written
+// at once, for which memory would otherwise have to be waited for.
+template <typename T>
+struct Soon {
+  const T *read[2] = {}, *write = nullptr;
+  int64_t read_size = 0, write_size = 0;  // values of each
+};
+
+// The same products for several sources, weights and results, `repeats` of them at these distances.
+template <typename T>
+struct ConvRepeat {
+  int64_t repeats = 1, source = 0, weight = 0, out = 0;
+  Soon<T> soon = {};
+};
+
+// Part `index` of `count`.
+template <typename T>
+FASTMOD_INLINE void prefetch_part(const Soon<T>& soon, int64_t index, int64_t count) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  const auto ask = [&](const T* data, int64_t size, auto write) FASTMOD_INLINE_LAMBDA {
+    const int64_t lines = (size + kLine * count - 1) / (kLine * count);
+    data += index * lines * kLine;
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(data + i * kLine, decltype(write)::value);
+  };
+  if (soon.read[0]) ask(soon.read[0], soon.read_size, std::integral_constant<int, 0>{});
+  if (soon.read[1]) ask(soon.read[1], soon.read_size, std::integral_constant<int, 0>{});
+  if (soon.write) ask(soon.write, soon.write_size, std::integral_constant<int, 1>{});
+}
+
+// Pixels and vectors of channels that registers hold; more pixels a weight, as those come from further away.
+constexpr int kConvVectors = 2;
+template <int kVectors>
+constexpr int conv_pixels() {
+  if (FASTMOD_VECTOR_BYTES == 64) return kVectors == 1 ? 16 : 12;
+  return kVectors == 1 ? 8 : 6;
+}
+
+// kPixels pixels, kVectors vectors of channels from `out` on; the last vector holds `last` channels.
+template <typename T, int kPixels, int kVectors>
+void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t source_stride, int64_t columns, T* out,
+                int64_t out_stride, const T* bias, int64_t last, const ConvRepeat<T>& repeat) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t again = 0; again < repeat.repeats; ++again) {
+  prefetch_part(repeat.soon, again, repeat.repeats);
+  Vec<T> sum[kPixels][kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const Vec<T> begin = bias ? load_first(bias + v * lanes, v == kVectors - 1 ? last : lanes) : Vec<T>{};
+#pragma GCC unroll 16
+    for (int p = 0; p < kPixels; ++p) sum[p][v] = begin;
+  }
+  constexpr int kNear = 8;  // pixels that one pointer reaches by offsets that registers hold
+  for (int64_t r = 0; r < count; ++r) {
+    const T *near = source + again * repeat.source + runs[r].offset, *far = near + kNear * source_stride;
+    const T *weight = runs[r].weight + again * repeat.weight, *end = weight + runs[r].length * columns;
+    for (; weight != end; weight += columns) {
+      Vec<T> right[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) right[v] = load(weight + v * lanes);
+#pragma GCC unroll 16
+      for (int p = 0; p < kPixels; ++p) {
+        const Vec<T> left = splat((p < kNear ? near : far)[p % kNear * source_stride]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[p][v] += left * right[v];
+      }
+      ++near;
+      ++far;
+    }
+  }
+#pragma GCC unroll 16
+  for (int p = 0; p < kPixels; ++p)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      T* to = out + again * repeat.out + p * out_stride + v * lanes;
+      if (v == kVectors - 1 && last < lanes) store_first(to, sum[p][v], last);
+      else store(to, sum[p][v]);
+    }
+  }
+}
+
+// `pixels` of them in `blocks` blocks of kPixels or a little less each.
+template <typename T, int kVectors, int kPixels>
+FASTMOD_INLINE void conv_blocks(int64_t pixels, int64_t blocks, const ConvRun<T>* runs, int64_t count, const T* source,
+                                int64_t source_stride, int64_t columns, T* out, int64_t out_stride, const T* bias,
+                                int64_t last, ConvRepeat<T> repeat) {
+  for (; pixels > blocks * (kPixels - 1); --blocks) {
+    conv_block<T, kPixels, kVectors>(runs, count, source, source_stride, columns, out, out_stride, bias, last,
+                                     repeat);
+    pixels -= kPixels;
+    source += kPixels * source_stride;
+    out += kPixels * out_stride;
+    repeat.soon = {};
+  }
+  if constexpr (kPixels > 1) {
+    if (pixels > 0)
+      conv_blocks<T, kVectors, kPixels - 1>(pixels, blocks, runs, count, source, source_stride, columns, out,
+                                            out_stride, bias, last, repeat);
+  }
+}
+
+// A row of pixels, all channels. Weights have `columns` columns, whole vectors; of these `channels` are stored.
+template <typename T>
+void conv_row(int64_t pixels, int64_t channels, int64_t columns, const ConvRun<T>* runs, int64_t count, const T* source,
+              int64_t source_stride, T* out, int64_t out_stride, const T* bias, ConvRepeat<T> repeat = {}) {
+  constexpr int lanes = kLanes<T>;
+  ConvRun<T> here[3];
+  for (int64_t first = 0; first < channels; first += kConvVectors * lanes) {
+    for (int64_t r = 0; r < count; ++r) here[r] = {runs[r].offset, runs[r].length, runs[r].weight + first};
+    const int64_t left = channels - first;
+    const T* added = bias ? bias + first : nullptr;
+    if (left > lanes) {
+      constexpr int kPixels = conv_pixels<2>();
+      conv_blocks<T, 2, kPixels>(pixels, (pixels + kPixels - 1) / kPixels, here, count, source, source_stride, columns,
+                                 out + first, out_stride, added, std::min<int64_t>(left - lanes, lanes), repeat);
+    } else {
+      constexpr int kPixels = conv_pixels<1>();
+      conv_blocks<T, 1, kPixels>(pixels, (pixels + kPixels - 1) / kPixels, here, count, source, source_stride, columns,
+                                 out + first, out_stride, added, std::min<int64_t>(left, lanes), repeat);
+    }
+    repeat.soon = {};
+  }
+}
+
+// sums[kRows, columns] += source[pixel, row] * grad[pixel, column] over `high` rows of `wide` pixels.
+template <typename T, int kRows, int kVectors>
+void conv_grad_block(int64_t high, int64_t wide, const T* source, int64_t source_stride, int64_t source_row,
+                     const T* grad, int64_t grad_stride, int64_t grad_row, T* sums, int64_t columns, int64_t last,
+                     const ConvRepeat<T>& repeat) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t again = 0; again < repeat.repeats; ++again) {
+  prefetch_part(repeat.soon, again, repeat.repeats);
+  T* own = sums + again * repeat.weight;
+  Vec<T> sum[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = load(own + r * columns + v * lanes);
+  for (int64_t y = 0; y < high; ++y) {
+    const T* left = source + again * repeat.source + y * source_row;
+    const T* right = grad + again * repeat.out + y * grad_row;
+    for (int64_t x = 0; x < wide; ++x) {
+      Vec<T> factor[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v)
+        factor[v] = v == kVectors - 1 && last < lanes ? load_first(right + v * lanes, last) : load(right + v * lanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Vec<T> value = splat(left[r]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[r][v] += value * factor[v];
+      }
+      left += source_stride;
+      right += grad_stride;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) store(own + r * columns + v * lanes, sum[r][v]);
+  }
+}
+
+template <typename T, int kVectors, int kRows>
+FASTMOD_INLINE void conv_grad_blocks(int64_t rows, int64_t blocks, int64_t high, int64_t wide, const T* source,
+                                     int64_t source_stride, int64_t source_row, const T* grad, int64_t grad_stride,
+                                     int64_t grad_row, T* sums, int64_t columns, int64_t last,
+                                     ConvRepeat<T> repeat) {
+  for (; rows > blocks * (kRows - 1); --blocks) {
+    conv_grad_block<T, kRows, kVectors>(high, wide, source, source_stride, source_row, grad, grad_stride, grad_row,
+                                        sums, columns, last, repeat);
+    rows -= kRows;
+    source += kRows;
+    sums += kRows * columns;
+    repeat.soon = {};
+  }
+  if constexpr (kRows > 1) {
+    if (rows > 0)
+      conv_grad_blocks<T, kVectors, kRows - 1>(rows, blocks, high, wide, source, source_stride, source_row, grad,
+                                               grad_stride, grad_row, sums, columns, last, repeat);
+  }
+}
+
+// The same for a run of `length` values a pixel and all channels.
+template <typename T>
+void conv_grad_run(int64_t length, int64_t channels, int64_t columns, int64_t high, int64_t wide, const T* source,
+                   int64_t source_stride, int64_t source_row, const T* grad, int64_t grad_stride, int64_t grad_row,
+                   T* sums, ConvRepeat<T> repeat = {}) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t first = 0; first < channels; first += kConvVectors * lanes) {
+    const int64_t left = channels - first;
+    if (left > lanes) {
+      constexpr int kRows = conv_pixels<2>();
+      conv_grad_blocks<T, 2, kRows>(length, (length + kRows - 1) / kRows, high, wide, source, source_stride, source_row,
+                                    grad + first, grad_stride, grad_row, sums + first, columns,
+                                    std::min<int64_t>(left - lanes, lanes), repeat);
+    } else {
+      constexpr int kRows = conv_pixels<1>();
+      conv_grad_blocks<T, 1, kRows>(length, (length + kRows - 1) / kRows, high, wide, source, source_stride, source_row,
+                                    grad + first, grad_stride, grad_row, sums + first, columns,
+                                    std::min<int64_t>(left, lanes), repeat);
+    }
+    repeat.soon = {};
+  }
+}

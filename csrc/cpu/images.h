@@ -1,0 +1,46 @@
+// Images of several experts, for the torch-facing CPU code: [..., C, H, W] whose channels are innermost in memory.
+#pragma once
+
+#include <ATen/Functions.h>
+
+#include "cpu/host.h"
+
+namespace fastmod::cpu {
+
+// As the kernels read it: [..., H, W, C], contiguous, fp64 or fp32.
+inline at::Tensor channels_last(const at::Tensor& images) {
+  return readable(images.movedim(-3, -1));
+}
+
+// [..., C, H, W] of which the kernels write [..., H, W, C]; `like` gives the dtype of the sums.
+inline at::Tensor empty_images(at::IntArrayRef sizes, const at::Tensor& like) {
+  std::vector<int64_t> inner(sizes.begin(), sizes.end());
+  const int64_t channels = inner[inner.size() - 3];
+  inner.erase(inner.end() - 3);
+  inner.push_back(channels);
+  return empty_wide(inner, like).movedim(-1, -3);
+}
+
+// out[i] = sum over `count` rows of parts [count, size], in order whatever the number of threads.
+template <typename T>
+void sum_rows(const T* parts, int64_t count, int64_t size, T* out) {
+  std::vector<double> sums(size, 0.0);
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t i = 0; i < size; ++i) sums[i] += parts[row * size + i];
+  for (int64_t i = 0; i < size; ++i) out[i] = static_cast<T>(sums[i]);
+}
+
+template <typename T>
+T* pointer(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.data_ptr<T>() : nullptr;
+}
+
+// Sums over the batch of gradients [B, E, C], in the shape of the parameter: [E, C], or [1, C], then over E too.
+template <typename T>
+at::Tensor parameter_grad(const at::Tensor& parts, const at::Tensor& parameter) {
+  const at::Tensor out = at::empty(parameter.sizes(), parameter.options());
+  if (out.numel()) sum_rows(parts.const_data_ptr<T>(), parts.numel() / out.numel(), out.numel(), out.data_ptr<T>());
+  return out;
+}
+
+}  // namespace fastmod::cpu

@@ -1,0 +1,97 @@
+// The end of a residual block, of images [H, W, C], and the gated sum over experts. Included once per ISA by
+// instantiate.h.
+
+template <typename T, typename Lanes>
+FASTMOD_INLINE Vec<T> residual_sum(const NormSumArgs<T>& args, int64_t expert, const T* x, const T* residual, int64_t c,
+                                   Lanes left) {
+  const int64_t at = expert * args.channels + c;
+  Vec<T> sum = load_lanes(args.scale + at, left) * load_lanes(x + c, left) + load_lanes(args.shift + at, left);
+  if (residual) {
+    const Vec<T> other = load_lanes(residual + c, left);
+    if (args.residual_scale)
+      sum += load_lanes(args.residual_scale + at, left) * other + load_lanes(args.residual_shift + at, left);
+    else
+      sum += other;
+  }
+  return args.relu ? maximum<T>(sum, Vec<T>{}) : sum;
+}
+
+template <typename T>
+void norm_sum_forward(const NormSumArgs<T>& args, int64_t image) {
+  const int64_t channels = args.channels, size = args.pixels * channels, experts = args.experts;
+  const T* x = args.x + image * experts * size;
+  const T* residual = args.residual ? args.residual + image * (args.shared ? 1 : experts) * size : nullptr;
+  const auto residual_of = [&](int64_t e) { return residual ? residual + (args.shared ? 0 : e) * size : nullptr; };
+  if (!args.gate) {
+    T* out = args.out + image * experts * size;
+    for (int64_t e = 0; e < experts; ++e) {
+      const T* other = residual_of(e);
+      for (int64_t p = 0; p < size; p += channels)
+        by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
+          const T* beside = other ? other + p : nullptr;
+          store_lanes(out + e * size + p + c, residual_sum(args, e, x + e * size + p, beside, c, left), left);
+        });
+    }
+    return;
+  }
+  T* out = args.out + image * size;
+  const T* gate = args.gate + image * experts;
+  for (int64_t p = 0; p < size; p += channels)
+    by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
+      Vec<T> sum{};
+      for (int64_t e = 0; e < experts; ++e) {
+        const T* other = residual_of(e);
+        sum += gate[e] * residual_sum(args, e, x + e * size + p, other ? other + p : nullptr, c, left);
+      }
+      store_lanes(out + p + c, sum, left);
+    });
+}
+
+template <typename T>
+void norm_sum_backward(const NormSumArgs<T>& args, int64_t image) {
+  const int64_t channels = args.channels, size = args.pixels * channels, experts = args.experts;
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t index = image * experts + e, other_index = args.shared ? image : index;
+    const T* x = args.x + index * size;
+    const T* residual = args.residual ? args.residual + other_index * size : nullptr;
+    const T* grad = args.grad + (args.gate ? image : index) * size;
+    T* grad_x = args.grad_x ? args.grad_x + index * size : nullptr;
+    T* grad_residual = args.grad_residual ? args.grad_residual + other_index * size : nullptr;
+    const bool add = args.shared && e > 0;
+    const T gate = args.gate ? args.gate[index] : T(1);
+    T of_gate = 0;
+    by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
+      const int64_t at = e * channels + c;
+      const Vec<T> scale = load_lanes(args.scale + at, left), shift = load_lanes(args.shift + at, left);
+      const bool scaled = args.residual_scale != nullptr;
+      const Vec<T> other_scale = scaled ? load_lanes(args.residual_scale + at, left) : splat(T(1));
+      const Vec<T> other_shift = scaled ? load_lanes(args.residual_shift + at, left) : Vec<T>{};
+      Vec<T> sums{}, of_scale{}, of_shift{}, of_other_scale{};
+      for (int64_t p = c; p < size; p += channels) {
+        const Vec<T> in = load_lanes(x + p, left);
+        const Vec<T> other = residual ? load_lanes(residual + p, left) : Vec<T>{};
+        Vec<T> sum = scale * in + shift;
+        if (residual) sum += other_scale * other + other_shift;
+        Vec<T> g = load_lanes(grad + p, left);
+        if (args.relu) sum = maximum<T>(sum, Vec<T>{});
+        sums += g * sum;
+        g *= gate;
+        if (args.relu) g = sum <= Vec<T>{} ? Vec<T>{} : g;
+        of_shift += g;
+        of_scale += g * in;
+        of_other_scale += g * other;
+        if (grad_x) store_lanes(grad_x + p, g * scale, left);
+        if (grad_residual) {
+          const Vec<T> value = g * other_scale;
+          store_lanes(grad_residual + p, add ? value + load_lanes(grad_residual + p, left) : value, left);
+        }
+      }
+      const int64_t place = index * channels + c;
+      if (args.grad_scale) store_lanes(args.grad_scale + place, of_scale, left);
+      if (args.grad_shift) store_lanes(args.grad_shift + place, of_shift, left);
+      if (args.grad_residual_scale) store_lanes(args.grad_residual_scale + place, of_other_scale, left);
+      of_gate += sum_lanes<T>(sums);
+    });
+    if (args.grad_gate) args.grad_gate[index] = of_gate;
+  }
+}

@@ -1,0 +1,206 @@
+"""What experts are made of: convolutions, batch norms and residual blocks with parameters stacked over the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastmod.nn import _parts
+from fastmod.nn._pending import Pending, convolve, count_batch, finish, moved_by, values_per_channel
+from fastmod.ops.batch_affine import Affine, batch_affine
+from fastmod.ops.norm_conv import NormConvOutput
+
+
+class ExpertConv(nn.Module):
+    """E convolutions side by side: ``weight`` [E, Cout, Cin, k, k] and, if asked for, ``bias`` [E, Cout].
+
+    Padded by k // 2 zeros, k 1 or 3. Weights start as He et al. start them, normal with variance 2 / (k * k * Cout),
+    each expert's drawn apart; biases at 0.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, experts: int, kernel: int = 3, stride: int = 1, bias: bool = False
+    ) -> None:
+        super().__init__()
+        _parts.positive_sizes(in_channels=in_channels, out_channels=out_channels, experts=experts)
+        check_stride("stride", stride)
+        if kernel not in (1, 3):
+            raise ValueError(f"kernel: expected 1 or 3, got {kernel!r}")
+        self.stride = stride
+        self.weight = nn.Parameter(torch.empty(experts, out_channels, in_channels, kernel, kernel))
+        self.bias = nn.Parameter(torch.empty(experts, out_channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in self.weight:
+            nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return convolve(x, self.weight, self.bias, stride=self.stride, stats=False).y
+
+    def extra_repr(self) -> str:
+        experts, outputs, inputs, kernel, _ = self.weight.shape
+        return f"{inputs}, {outputs}, experts={experts}, kernel={kernel}, stride={self.stride}"
+
+
+class ExpertNorm(nn.Module):
+    """Batch norm of every expert's channels, as a scale and a shift that the next layer applies while it reads.
+
+    ``weight``, ``bias``, ``running_mean``, ``running_var`` [E, C] and ``num_batches_tracked``, as
+    :class:`torch.nn.BatchNorm2d` has them. Without gradients, eval computes scale and shift once, and again after
+    ``train()``, ``eval()`` or a change in place of a parameter or statistic (not through ``.data``, which torch does
+    not count: call ``eval()`` after it).
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, channels: int, experts: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.weight = nn.Parameter(torch.ones(experts, channels))
+        self.bias = nn.Parameter(torch.zeros(experts, channels))
+        self.register_buffer("running_mean", torch.zeros(experts, channels))
+        self.register_buffer("running_var", torch.ones(experts, channels))
+        self.register_buffer("num_batches_tracked", torch.tensor(0, dtype=torch.long))
+        self._known: tuple[Affine, list[tuple[Tensor, int, int]]] | None = None
+
+    def after(self, conv: ExpertConv, x: Tensor | Pending, *, relu: bool = False) -> Pending:
+        """``relu(norm(conv(x)))``, still to be applied."""
+        return normalised(x, conv.weight, conv.bias, conv.stride, self, relu=relu)
+
+    def affine(self, found: NormConvOutput) -> Affine:
+        """Scale and shift for what a convolution wrote, by its statistics in training, else by the running ones."""
+        count = values_per_channel(found.y, self.training)
+        return self._batch_affine(found.mean, found.var, count) if self.training else self._by_running_statistics()
+
+    def _by_running_statistics(self) -> Affine:
+        pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if pure or torch.is_grad_enabled() or self.weight.is_inference():
+            return self._batch_affine(None, None, 0)
+        tensors = (self.weight, self.bias, self.running_mean, self.running_var)
+        known = self._known
+        if known is None or any(
+            a is not b or a._version != version or a.data_ptr() != place
+            for a, (b, version, place) in zip(tensors, known[1], strict=True)
+        ):
+            known = self._batch_affine(None, None, 0), [(t, t._version, t.data_ptr()) for t in tensors]
+            object.__setattr__(self, "_known", known)
+        return known[0]
+
+    def _batch_affine(self, mean: Tensor | None, var: Tensor | None, count: int) -> Affine:
+        return batch_affine(
+            mean,
+            var,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            count=count,
+            training=self.training,
+            momentum=moved_by(self.momentum, self.num_batches_tracked) if self.training else 0.0,
+            eps=self.eps,
+        )
+
+    def train(self, mode: bool = True) -> ExpertNorm:
+        self._known = None
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_known": None}
+
+    def extra_repr(self) -> str:
+        experts, channels = self.weight.shape
+        return f"{channels}, experts={experts}, eps={self.eps}, momentum={self.momentum}"
+
+
+def normalised(
+    x: Tensor | Pending, weight: Tensor, bias: Tensor | None, stride: int, norm: ExpertNorm, *, relu: bool = False
+) -> Pending:
+    """``relu(norm(conv(x)))``, still to be applied; statistics are asked for only in training."""
+    found = convolve(x, weight, bias, stride=stride, stats=norm.training)
+    affine = norm.affine(found)
+    return Pending(found.y, affine.scale, affine.shift, relu)
+
+
+class _Residual(nn.Module):
+    """A block with something added in the end: its input or, where the shape changes, a 1x1 convolution of it."""
+
+    def __init__(self, in_channels: int, out_channels: int, experts: int, stride: int) -> None:
+        super().__init__()
+        changes = stride != 1 or in_channels != out_channels
+        self.shortcut = ExpertConv(in_channels, out_channels, experts, 1, stride) if changes else None
+        self.shortcut_norm = ExpertNorm(out_channels, experts) if changes else None
+
+    def around(self, x: Tensor) -> Tensor | Pending:
+        if self.shortcut is None or self.shortcut_norm is None:
+            return x
+        return self.shortcut_norm.after(self.shortcut, x)
+
+
+class ExpertBlock(_Residual):
+    """He's basic block of every expert: two 3x3 convolutions and a shortcut, a 1x1 one where the shape changes.
+
+    Shapes: ``[B, Cin, H, W]``, shared, or ``[B, E, Cin, H, W]`` -> ``[B, E, Cout, H', W']``, with a gate ``[B, E]`` the
+    mixture ``[B, Cout, H', W']``.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, experts: int, stride: int = 1) -> None:
+        super().__init__(in_channels, out_channels, experts, stride)
+        self.conv1 = ExpertConv(in_channels, out_channels, experts, 3, stride)
+        self.norm1 = ExpertNorm(out_channels, experts)
+        self.conv2 = ExpertConv(out_channels, out_channels, experts, 3)
+        self.norm2 = ExpertNorm(out_channels, experts)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = self.norm1.after(self.conv1, x, relu=True)
+        y = self.norm2.after(self.conv2, y)
+        return finish(y, self.around(x), gate=gate)
+
+
+class ExpertBottleneck(_Residual):
+    """He's bottleneck of every expert: 1x1, 3x3 (which has the stride) and 1x1 to four times the width."""
+
+    def __init__(self, in_channels: int, width: int, experts: int, stride: int = 1) -> None:
+        super().__init__(in_channels, 4 * width, experts, stride)
+        self.conv1 = ExpertConv(in_channels, width, experts, 1)
+        self.norm1 = ExpertNorm(width, experts)
+        self.conv2 = ExpertConv(width, width, experts, 3, stride)
+        self.norm2 = ExpertNorm(width, experts)
+        self.conv3 = ExpertConv(width, 4 * width, experts, 1)
+        self.norm3 = ExpertNorm(4 * width, experts)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = self.norm1.after(self.conv1, x, relu=True)
+        y = self.norm2.after(self.conv2, y, relu=True)
+        y = self.norm3.after(self.conv3, y)
+        return finish(y, self.around(x), gate=gate)
+
+
+def count_batches(*modules: nn.Module) -> None:
+    """What every batch norm does when it meets a batch in training, for the norms of these modules at once."""
+    children = [child for module in modules for child in module._modules.values()]
+    count_batch([norm.num_batches_tracked for norm in children if isinstance(norm, ExpertNorm) and norm.training])
+
+
+def check_stride(name: str, stride: int) -> None:
+    if isinstance(stride, bool) or stride not in (1, 2):
+        raise ValueError(f"{name}: expected 1 or 2, got {stride!r}")
+
+
+def check_images(x: Tensor, channels: int, experts: int | None = None) -> None:
+    """``x`` is ``[B, C, H, W]`` or, where there are experts, ``[B, E, C, H, W]``, with at least one pixel."""
+    form = "[B, C, H, W]" if experts is None else "[B, C, H, W] or [B, E, C, H, W]"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor {form}, got {type(x).__name__}")
+    if x.dim() != 4 and (experts is None or x.dim() != 5):
+        raise ValueError(f"x: expected {form}, got shape {list(x.shape)}")
+    if x.shape[-3] != channels:
+        raise ValueError(f"x: expected {form} with C = {channels}, got shape {list(x.shape)}")
+    if x.dim() == 5 and x.shape[1] != experts:
+        raise ValueError(f"x: expected {form} with E = {experts}, got shape {list(x.shape)}")

@@ -1,0 +1,220 @@
+"""The end of a residual block, and of a mixture of experts: ``norm_sum``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastmod import backend
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks, _images
+
+
+def norm_sum(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    residual: Tensor | None = None,
+    residual_scale: Tensor | None = None,
+    residual_shift: Tensor | None = None,
+    *,
+    relu: bool = True,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """``relu(scale * x + shift + residual)``; with ``gate`` the sum of that over the experts, each times its gate.
+
+    Args:
+        x: ``[B, E, C, H, W]``.
+        scale, shift: ``[E, C]``, of the batch norm of x.
+        residual: ``[B, E, C, H, W]``, or ``[B, C, H, W]``, added for all E experts; None: zero.
+        residual_scale, residual_shift: ``[E, C]``, of a batch norm of the residual; both or none.
+        relu: whether negative sums become 0.
+        gate: ``[B, E]``.
+
+    Returns:
+        ``[B, E, C, H, W]``, with ``gate`` ``[B, C, H, W]``; channels innermost in memory.
+    """
+    chosen = backend.resolve("norm_sum", x)
+    if backend.checks_first(chosen):
+        _check(x, scale, shift, residual, residual_scale, residual_shift, gate, relu)
+    try:
+        low: tuple[Any, ...] = (x, residual, gate)
+        if backend.autocast_enabled(x.device.type):
+            low = backend.lowered(*low)
+        scales = [_images.affine(t, x) for t in (scale, shift, residual_scale, residual_shift)]
+        tensors: tuple[Any, ...] = (low[0], *scales[:2], low[1], *scales[2:], low[2])
+        if chosen == "reference":
+            with backend.reference_autocast(x):
+                return reference(*tensors, relu)  # type: ignore[call-arg]
+        return _run(*tensors, relu, chosen == "triton")  # type: ignore[call-arg]
+    except Exception:
+        _check(x, scale, shift, residual, residual_scale, residual_shift, gate, relu)
+        raise
+
+
+def _check(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    residual: Tensor | None,
+    residual_scale: Tensor | None,
+    residual_shift: Tensor | None,
+    gate: Tensor | None,
+    relu: bool,
+) -> None:
+    _checks.flag("relu", relu)
+    _images.check_images("x", x)
+    experts = x.shape[1]
+    if scale is None or shift is None:
+        raise TypeError("scale, shift: expected tensors [E, C], got None")
+    _images.check_affine("scale", scale, "shift", shift, x, experts, "[E, C]")
+    _images.check_affine("residual_scale", residual_scale, "residual_shift", residual_shift, x, experts, "[E, C]")
+    if residual is None:
+        if residual_scale is not None:
+            raise ValueError("residual: expected a tensor beside residual_scale and residual_shift, got None")
+    else:
+        _checks.float_tensor("residual", residual, 4, "[B, E, C, H, W] or [B, C, H, W]")
+        _checks.same_kind("x", x, "residual", residual)
+        if _checks.shape(residual) not in (_checks.shape(x), [x.shape[0], *x.shape[2:]]):
+            raise ValueError(
+                f"residual: expected the shape of x, {_checks.shape(x)}, or that without E, "
+                f"got shape {_checks.shape(residual)}"
+            )
+    if gate is not None:
+        _checks.float_tensor("gate", gate, 2, "[B, E]")
+        _checks.same_kind("x", x, "gate", gate)
+        _checks.exact_shape("gate", gate, x.shape[:2], "[B, E]")
+
+
+def reference(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    residual: Tensor | None,
+    residual_scale: Tensor | None,
+    residual_shift: Tensor | None,
+    gate: Tensor | None,
+    relu: bool,
+) -> Tensor:
+    """Plain PyTorch; reduced precision is computed in fp32."""
+    wide = _checks.compute_dtype(x)
+    total = x.to(wide) * _images.per_channel(scale) + _images.per_channel(shift)
+    if residual is not None:
+        other = (residual if residual.dim() == 5 else residual.unsqueeze(1)).to(wide)
+        if residual_scale is not None and residual_shift is not None:
+            other = other * _images.per_channel(residual_scale) + _images.per_channel(residual_shift)
+        total = total + other
+    if relu:
+        total = total.relu()
+    if gate is not None:
+        total = (total * gate.to(wide)[:, :, None, None, None]).sum(1)
+    return total.to(x.dtype)
+
+
+def fake_forward(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    residual: Tensor | None,
+    residual_scale: Tensor | None,
+    residual_shift: Tensor | None,
+    gate: Tensor | None,
+    relu: bool,
+) -> Tensor:
+    _checks.one_device(x, scale, shift, residual, residual_scale, residual_shift, gate)
+    return _images.empty(x, x.shape if gate is None else (x.shape[0], *x.shape[2:]))
+
+
+def fake_backward(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    residual: Tensor | None,
+    residual_scale: Tensor | None,
+    residual_shift: Tensor | None,
+    gate: Tensor | None,
+    relu: bool,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    tensors = (x, scale, shift, residual, residual_scale, residual_shift, gate)
+    return _images.blanks(tensors, needs, images=(0, 3))
+
+
+#: x [B, E, C, H, W]; scales and shifts [E, C] in the dtype of the sums; residual [B, E, C, H, W] or [B, C, H, W]; gate
+#: [B, E] -> [B, E, C, H, W], with a gate [B, C, H, W]
+FORWARD = _autograd.define(
+    "norm_sum_forward(Tensor x, Tensor scale, Tensor shift, Tensor? residual, Tensor? residual_scale, "
+    "Tensor? residual_shift, Tensor? gate, bool relu) -> Tensor",
+    fake_forward,
+)
+#: gradients of the seven tensors, empty where not needed
+BACKWARD = _autograd.define(
+    "norm_sum_backward(Tensor grad, Tensor x, Tensor scale, Tensor shift, Tensor? residual, Tensor? residual_scale, "
+    "Tensor? residual_shift, Tensor? gate, bool relu, bool[7] needs) -> Tensor[]",
+    fake_backward,
+)
+
+
+class NormSum(_autograd.Op):
+    @staticmethod
+    def forward(
+        triton: bool,
+        relu: bool,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        residual: Tensor | None,
+        residual_scale: Tensor | None,
+        residual_shift: Tensor | None,
+        gate: Tensor | None,
+    ) -> Tensor:
+        return FORWARD[triton](x, scale, shift, residual, residual_scale, residual_shift, gate, relu)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.triton, ctx.relu = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[2:]
+        numbers = (ctx.triton, ctx.relu, needs)
+        found = _autograd.gradients(_by_kernel, _by_reference, numbers, grad, *ctx.saved_tensors)
+        places = [i for i, need in enumerate(needs) if need]
+        return None, None, *_autograd.spread(found, places, 7)
+
+
+def _by_kernel(numbers: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]:
+    triton, relu, needs = numbers
+    return _images.chosen(BACKWARD[triton](*tensors, relu, needs), needs)
+
+
+def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    _, relu, needs = numbers
+    places = [i for i, need in enumerate(needs) if need]
+
+    def function(*values: Any) -> Tensor:
+        return reference(*values, relu)  # type: ignore[call-arg]
+
+    return _autograd.pulled(function, places, grad, *inputs)
+
+
+@in_graph
+def _run(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    residual: Tensor | None,
+    residual_scale: Tensor | None,
+    residual_shift: Tensor | None,
+    gate: Tensor | None,
+    relu: bool,
+    triton: bool,
+) -> Tensor:
+    tensors = (x, scale, shift, residual, residual_scale, residual_shift, gate)
+    if _autograd.wanted(*tensors):
+        return _autograd.apply(NormSum, triton, relu, *tensors)
+    return FORWARD[triton](*tensors, relu)

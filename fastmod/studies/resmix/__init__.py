@@ -1,0 +1,1 @@
+"""ResMixNet beside nets without modules: relations between shapes, and photographs."""
