@@ -697,15 +697,23 @@ struct WeightProduct {
     }
   }
 
-  // [pixel][out]; returns this thread's share of the bias' gradient.
-  __device__ void pack_gradients(const Place& place, const StatisticsGrad<float> (&statistics)[kChannels],
-                                 float (&of_bias)[kChannels]) const {
+  // [pixel][out]; adds this thread's share of the bias' gradient up. What is the same for all tiles is read again for
+  // each: registers are short.
+  __device__ void pack_gradients(const Place& place, float (&of_bias)[kChannels]) const {
     constexpr int kAcross = kOut / kChannels;
     const int unit = threadIdx.x % kAcross * kChannels;
+    StatisticsGrad<float> statistics[kChannels];
+#pragma unroll
+    for (int j = 0; j < kChannels; ++j) {
+      const int channel = out0 + unit + j;
+      if (channel < p.shape.out) {
+        statistics[j] = statistics_grad(p.grad, static_cast<int64_t>(expert) * p.shape.out + channel);
+      }
+    }
     const T* grad = reinterpret_cast<const T*>(memory + layout.grad) + unit;
     const T* second = reinterpret_cast<const T*>(memory + layout.second) + unit;
     Packed* packed = reinterpret_cast<Packed*>(memory + layout.grads) + unit;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = threadIdx.x / kAcross; i < kPixels; i += kThreads / kAcross) {
       const Pixel pixel(p.tiling, place, i);
       float v[kChannels] = {};
@@ -724,13 +732,20 @@ struct WeightProduct {
   }
 
   // [pixel][in]
-  __device__ void pack_inputs(const Place& place, const Affine<float> (&affine)[kChannels]) const {
+  __device__ void pack_inputs(const Place& place) const {
     constexpr int kAcross = kIn / kChannels;
     const int unit = threadIdx.x % kAcross * kChannels;
+    Affine<float> affine[kChannels];
+#pragma unroll
+    for (int j = 0; j < kChannels; ++j) {
+      const int channel = in0 + unit + j;
+      affine[j].scale = 0.0f;  // zeros stay zeros
+      if (channel < p.shape.in) affine[j] = affine_of(p.input, p.shape.in, expert, channel);
+    }
     const T* read = reinterpret_cast<const T*>(memory + layout.input) + unit;
     Packed* packed = reinterpret_cast<Packed*>(memory + layout.inputs) + unit;
     const uint2* entries = table();
-#pragma unroll 2
+#pragma unroll 1
     for (int i = threadIdx.x / kAcross; i < p.tiling.read(); i += kThreads / kAcross) {
       const uint2 entry = entries[i];
       float v[kChannels] = {};
@@ -854,17 +869,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Window window = window_of(shape.kernel, shape.stride, false, 0);
   const Own product{p, window, memory, {t, p.grad.grad_var != nullptr}, expert, out0, in0};
   const int64_t filter0 = static_cast<int64_t>(expert) * shape.out + out0;
-  StatisticsGrad<float> statistics[kChannels];
-  Affine<float> affine[kChannels];
-#pragma unroll
-  for (int j = 0; j < kChannels; ++j) {
-    const int out = threadIdx.x % (kOut / kChannels) * kChannels + j;
-    const int in = in0 + static_cast<int>(threadIdx.x) % (kIn / kChannels) * kChannels + j;
-    affine[j].scale = 0.0f;
-    if (out0 + out < shape.out) statistics[j] = statistics_grad(p.grad, filter0 + out);
-    if (in < shape.in) affine[j] = affine_of(p.input, shape.in, expert, in);
-  }
-
   float total[kTaps][2][4] = {}, of_bias[kChannels] = {};
   for (int64_t tile = blockIdx.x; tile < t.tiles; tile += gridDim.x) {
     const Place place(t, tile);
@@ -875,8 +879,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     wait_copies<0>();
     __syncthreads();  // this tile has come; the one before is done with
-    product.pack_gradients(place, statistics, of_bias);
-    product.pack_inputs(place, affine);
+    product.pack_gradients(place, of_bias);
+    product.pack_inputs(place);
     __syncthreads();
     if (tile + gridDim.x < t.tiles) {
       const Place next(t, tile + gridDim.x);
