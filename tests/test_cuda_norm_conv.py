@@ -70,13 +70,13 @@ def test_no_image(plain: Harness, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64], ids=str)
 def test_many_blocks(plain: Harness, dtype: torch.dtype) -> None:
     """Partial results are added up in two steps."""
-    check_conv(plain, Conv((1, 1, 3, 2, 79, 90), dtype, bias=True))
-    check_conv(plain, Conv((1, 2, 3, 2, 60, 50), dtype, affine="one", gate=True))
-    check_conv(plain, depthwise(Conv((1, 1, 0, 0, 79, 33), dtype)))
+    check_conv(plain, Conv((1, 1, 3, 2, 79, 90), dtype, bias=True), draws=3)
+    check_conv(plain, Conv((1, 2, 8, 5, 60, 50), dtype, affine="one", gate=True), draws=3)
+    check_conv(plain, depthwise(Conv((1, 1, 0, 0, 79, 33), dtype)), draws=3)
 
 
 def test_infinities_and_nan(plain: Harness) -> None:
-    """They stay where they are: an infinity has no low part that would make it a NaN."""
+    """They stay where they are: no part of an infinity meets one of the other factor's that makes it a NaN."""
     case = Conv((1, 1, 8, 8, 9, 9), affine="none", relu=False, stats=False)
     tensors = inputs_of(case, 0)
     x, weight = tensors[:2]

@@ -188,12 +188,17 @@ __device__ inline uint32_t half_word(float low, float high, __nv_bfloat16*) {
 #endif
 }
 
-// value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them make one of fp32. Of an infinity,
-// whose low part would be NaN, the low part is zero.
-__device__ inline void split_tf32(float value, uint32_t* high, uint32_t* low) {
+// value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them, without that of the low parts, make
+// one of fp32. What is not finite is a low part alone: it meets the other factor's high part and nothing else, while as a
+// high part it would meet the low part too, which may be zero or of the other sign. Unless `precise`, low is not read.
+__device__ inline void split_tf32(float value, bool precise, uint32_t* high, uint32_t* low) {
   *high = tf32_bits(value);
   const float rest = value - __uint_as_float(*high);
-  *low = rest - rest == 0.0f ? tf32_bits(rest) : 0u;
+  *low = tf32_bits(rest);
+  if (rest - rest != 0.0f && precise) {
+    *high = 0;
+    *low = __float_as_uint(value);
+  }
 }
 
 }  // namespace fastmod::cuda

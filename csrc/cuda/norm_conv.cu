@@ -27,7 +27,7 @@ template <typename T>
 struct Operand {
   using Unit = uint2;  // two words of two numbers
   static constexpr int kChannels = 4;
-  static __device__ Unit pack(const float (&v)[4]) {
+  static __device__ Unit pack(const float (&v)[4], bool) {
     T* type = nullptr;
     return {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
   }
@@ -39,10 +39,10 @@ template <>
 struct Operand<float> {
   using Unit = uint4;  // high parts, low parts
   static constexpr int kChannels = 2;
-  static __device__ Unit pack(const float (&v)[2]) {
+  static __device__ Unit pack(const float (&v)[2], bool precise) {
     Unit unit;
-    split_tf32(v[0], &unit.x, &unit.z);
-    split_tf32(v[1], &unit.y, &unit.w);
+    split_tf32(v[0], precise, &unit.x, &unit.z);
+    split_tf32(v[1], precise, &unit.y, &unit.w);
     return unit;
   }
   static __device__ void read(const float* from, float (&v)[2]) {
@@ -314,7 +314,7 @@ struct Product {
             }
           }
         }
-        units[(step * pixels + i) * 4 + t] = Operand<T>::pack(v);
+        units[(step * pixels + i) * 4 + t] = Operand<T>::pack(v, p.precise);
       }
     }
   }
@@ -337,7 +337,7 @@ struct Product {
         v[j] = widen(kBackward ? weight[((local + j) * kColumns + column) * taps + from]
                                : weight[(column * p.chunk + local + j) * taps + from]);
       }
-      units[(i * kColumns + column) * 4 + t] = Operand<T>::pack(v);
+      units[(i * kColumns + column) * 4 + t] = Operand<T>::pack(v, p.precise);
     }
   }
 
@@ -689,11 +689,11 @@ struct WeightProduct {
   __device__ void store(Packed* to, const float (&v)[kChannels]) const {
     if constexpr (kWide) {
       uint4 both;
-      split_tf32(v[0], &both.x, &both.y);
-      split_tf32(v[1], &both.z, &both.w);
+      split_tf32(v[0], p.precise, &both.x, &both.y);
+      split_tf32(v[1], p.precise, &both.z, &both.w);
       *reinterpret_cast<uint4*>(to) = both;
     } else {
-      *reinterpret_cast<uint2*>(to) = Operand<T>::pack(v);
+      *reinterpret_cast<uint2*>(to) = Operand<T>::pack(v, false);
     }
   }
 

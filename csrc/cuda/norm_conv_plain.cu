@@ -56,9 +56,10 @@ struct Gradient {
 
   __device__ C at(int64_t b, int pixel, int channel, const StatisticsGrad<C>& statistics) const {
     const int64_t i = ((b * shape.experts + expert) * pixels + pixel) * shape.out + channel;
-    C value = widen(grad.grad[i]) + statistics.offset;
-    if (grad.grad_var) value += statistics.slope * (widen(grad.y[i]) - statistics.mean);
-    return rounded<T>(value);
+    // The offset is not added by itself: a sum over many pixels would meet the same rounding in all of them.
+    C added = statistics.offset;
+    if (grad.grad_var) added += statistics.slope * (widen(grad.y[i]) - statistics.mean);
+    return rounded<T>(widen(grad.grad[i]) + added);
   }
   __device__ C at(int64_t b, int pixel, int channel) const {
     const int64_t statistics = static_cast<int64_t>(expert) * shape.out + channel;

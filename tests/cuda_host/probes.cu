@@ -188,7 +188,7 @@ __global__ void split_kernel(const float* in, int64_t count, float* high, float*
   const int64_t i = global_thread();
   if (i >= count) return;
   uint32_t parts[2];
-  split_tf32(in[i], &parts[0], &parts[1]);
+  split_tf32(in[i], true, &parts[0], &parts[1]);
   high[i] = __uint_as_float(parts[0]);
   low[i] = __uint_as_float(parts[1]);
 }
