@@ -24,7 +24,8 @@ __device__ inline bool last_to_arrive(unsigned* ticket, unsigned arrivals) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    place[0] = atomicInc(ticket, arrivals - 1);
+    place[0] = atomicAdd(ticket, 1u);
+    if (place[0] + 1 == arrivals) *ticket = 0;  // nobody else comes
   }
   __syncthreads();
   const bool last = place[0] + 1 == arrivals;

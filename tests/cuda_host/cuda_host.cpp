@@ -387,21 +387,12 @@ bool pop_async(int groups_left, AsyncCopy* copy) {
   return false;
 }
 
-// Fibers switch at warp operations and barriers alone: nothing comes between the two halves of these.
-static void order_atomic(unsigned* address) {
+// Fibers switch at warp operations and barriers alone: nothing comes in between.
+unsigned atomic_add(unsigned* address, unsigned value) {
   if (current->fenced) release(address);
   acquire(address);
-}
-unsigned atomic_add(unsigned* address, unsigned value) {
-  order_atomic(address);
   const unsigned old = *address;
   *address = old + value;
-  return old;
-}
-unsigned atomic_increment(unsigned* address, unsigned limit) {
-  order_atomic(address);
-  const unsigned old = *address;
-  *address = old >= limit ? 0 : old + 1;
   return old;
 }
 void fence() { current->fenced = true; }

@@ -82,7 +82,6 @@ inline void wait_async(int groups_left) {
 }
 
 unsigned atomic_add(unsigned* address, unsigned value);
-unsigned atomic_increment(unsigned* address, unsigned limit);
 void fence();
 
 template <typename Value>
@@ -125,7 +124,6 @@ float bfloat16_value(uint16_t bits);
 // What a thread wrote before its last __threadfence is ordered before its atomics: TSan sees one that is missing there.
 // A fence missing after the atomic goes unseen.
 inline unsigned atomicAdd(unsigned* address, unsigned value) { return cuda_host::atomic_add(address, value); }
-inline unsigned atomicInc(unsigned* address, unsigned limit) { return cuda_host::atomic_increment(address, limit); }
 inline void __threadfence() { cuda_host::fence(); }
 
 // Rounded each by itself: through memory, since g++ fuses products into sums wherever it can see both.

@@ -153,7 +153,7 @@ __global__ void dynamic_kernel(const float* in, float* out) {
   out[global_thread()] = values[kThreads - 1 - threadIdx.x];
 }
 
-// ---- sums of all blocks by the one that comes last; in[0] is where the ticket lies, written as an integer
+// ---- sums of all blocks by the one that comes last; the ticket lies in out[0]
 
 template <bool kFence>
 __device__ void last_block(float* out) {
@@ -162,7 +162,7 @@ __device__ void last_block(float* out) {
   if (threadIdx.x == 0) {
     out[1 + blockIdx.x] = static_cast<float>(blockIdx.x + 1);
     if (kFence) __threadfence();
-    place[0] = atomicInc(ticket, gridDim.x - 1);
+    place[0] = atomicAdd(ticket, 1u);
   }
   __syncthreads();
   if (place[0] + 1 != gridDim.x || threadIdx.x != 0) return;
