@@ -129,20 +129,21 @@ struct Pixel {
         x(place.x + (i & ((1 << t.log_w) - 1))) {}
 };
 
-// Which image pixel lies where in shared memory: [tile's image, pixel of it or -1]
-__device__ inline void fill_table(uint2* table, const Tiling& t, const Place& place, const Window& wy,
-                                  const Window& wx, int64_t batch, int high, int wide) {
+// Where in memory the pixels lie that a tile reads: offsets of their first channel, of expert 0, or -1 outside. `images` are
+// there for each b.
+__device__ inline void fill_table(int64_t* table, const Tiling& t, const Place& place, const Window& wy,
+                                  const Window& wx, int64_t batch, int high, int wide, int images, int channels) {
+  const int size = t.rows * t.columns;
 #pragma unroll 1
   for (int i = threadIdx.x; i < t.read(); i += kThreads) {
-    const int image = i / (t.rows * t.columns), rest = i - image * (t.rows * t.columns);
-    const int row = rest / t.columns, column = rest - row * t.columns;
+    const int image = i / size, rest = i - image * size, row = rest / t.columns, column = rest - row * t.columns;
     const int y = place.y * wy.advance + wy.first + row * wy.spacing;
     const int x = place.x * wx.advance + wx.first + column * wx.spacing;
     const bool inside = place.b + image < batch && y >= 0 && y < high && x >= 0 && x < wide;
-    table[i] = {static_cast<unsigned>(image), inside ? static_cast<unsigned>(y * wide + x) : ~0u};
+    const int64_t pixel = (place.b + image) * images * high * wide + y * wide + x;
+    table[i] = inside ? pixel * channels : -1;
   }
 }
-__device__ inline bool inside(const uint2& entry) { return entry.y != ~0u; }
 
 // `rows` rows of `width` elements each to shared memory, zeros beyond `valid` and for rows that are not inside: from(row) is
 // the address, or null. kVector: 16 bytes at a time, which everything is aligned to.
@@ -150,11 +151,13 @@ template <typename T, typename From>
 __device__ inline void copy_rows(T* to, int rows, int width, int valid, bool vector, const T* anywhere, From from) {
   constexpr int kMany = 16 / sizeof(T);
   if (vector) {
-    const int each = width / kMany;
+    const unsigned each = width / kMany;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * each; i += kThreads) {
-      const int row = i / each, at = (i - row * each) * kMany;
-      const T* source = at < valid ? from(row) : nullptr;
+    for (unsigned i = threadIdx.x; i < rows * each; i += kThreads) {
+      // Divisions by the usual numbers, which are cheap as constants.
+      const unsigned row = each == 2 ? i / 2 : each == 4 ? i / 4 : each == 18 ? i / 18 : each == 36 ? i / 36 : i / each;
+      const int at = static_cast<int>(i - row * each) * kMany;
+      const T* source = at < valid ? from(static_cast<int>(row)) : nullptr;
       copy_async<16>(to + row * width + at, source ? source + at : anywhere, source != nullptr);
     }
     return;
@@ -220,7 +223,7 @@ struct Product {
   Layout layout;
   int expert, column0;
 
-  __device__ uint2* table() const { return reinterpret_cast<uint2*>(memory + layout.table); }
+  __device__ int64_t* table() const { return reinterpret_cast<int64_t*>(memory + layout.table); }
   __device__ float* found() const { return reinterpret_cast<float*>(memory + layout.found); }  // over experts
   __device__ float* results() const { return reinterpret_cast<float*>(memory + layout.read); }
   __device__ int depth() const { return kBackward ? p.shape.out : p.shape.in; }
@@ -229,14 +232,13 @@ struct Product {
   __device__ void load(int c0) const {
     const int taps = p.shape.kernel * p.shape.kernel, left = depth() - c0, valid = left < p.chunk ? left : p.chunk;
     const int pixels = kBackward ? p.out_high * p.out_wide : p.shape.high * p.shape.wide;
-    const uint2* entries = table();
+    const int64_t* entries = table();
     const auto pixels_of = [&](const T* images, bool shared, int offset) {
       T* to = reinterpret_cast<T*>(memory + offset);
+      const T* own = images + (shared ? 0 : static_cast<int64_t>(expert) * pixels * depth()) + c0;
       copy_rows(to, p.tiling.read(), p.chunk, valid, p.vector_read, images, [&](int row) -> const T* {
-        const uint2 entry = entries[row];
-        if (!inside(entry)) return nullptr;
-        const int64_t b = place.b + entry.x, image = shared ? b : b * p.shape.experts + expert;
-        return images + (image * pixels + entry.y) * depth() + c0;
+        const int64_t entry = entries[row];
+        return entry < 0 ? nullptr : own + entry;
       });
     };
     if constexpr (kBackward) {
@@ -267,7 +269,7 @@ struct Product {
     const int t = threadIdx.x % 4, pixels = p.tiling.read();
     const T* read = reinterpret_cast<const T*>(memory + layout.read);
     const T* second = reinterpret_cast<const T*>(memory + layout.second);
-    const uint2* entries = table();
+    const int64_t* entries = table();
     Unit* units = reinterpret_cast<Unit*>(memory + layout.units);
     for (int step = 0; step < p.chunk / kStep<T>; ++step) {
       const int local = step * kStep<T> + t * kChannels, channel = c0 + local;
@@ -284,12 +286,11 @@ struct Product {
         }
       }
       float gate[kChannels];
-      unsigned gate_image = ~0u;
+      int gate_image = -1;
 #pragma unroll 2
       for (int i = threadIdx.x / 4; i < pixels; i += kThreads / 4) {
-        const uint2 entry = entries[i];
         float v[kChannels] = {};
-        if (inside(entry)) {
+        if (entries[i] >= 0) {
           Operand<T>::read(read + i * p.chunk + local, v);
           if constexpr (kBackward) {
             float y[kChannels] = {};
@@ -299,12 +300,13 @@ struct Product {
               v[j] += statistics[j].offset + statistics[j].slope * (y[j] - statistics[j].mean);
             }
           } else {
-            if (p.input.gate && entry.x != gate_image) {
-              gate_image = entry.x;
+            const int image = p.input.gate ? i / (p.tiling.rows * p.tiling.columns) : -1;
+            if (image != gate_image) {
+              gate_image = image;
 #pragma unroll
               for (int j = 0; j < kChannels; ++j) {
                 const bool there = channel + j < depth();
-                gate[j] = there ? gate_of(p.input, p.shape, place.b + entry.x, expert, channel + j) : 0.0f;
+                gate[j] = there ? gate_of(p.input, p.shape, place.b + image, expert, channel + j) : 0.0f;
               }
             }
 #pragma unroll
@@ -328,8 +330,8 @@ struct Product {
     Unit* units = reinterpret_cast<Unit*>(memory + layout.weights);
 #pragma unroll 2
     for (int i = threadIdx.x / (4 * kColumns); i < wy.taps * wx.taps * steps; i += kGroups) {
-      const int tap = i / steps, local = (i - tap * steps) * kStep<T> + t * kChannels;
-      const int tap_y = tap / wx.taps, tap_x = tap - tap_y * wx.taps;
+      const int tap = steps == 1 ? i : i / steps, local = (i - tap * steps) * kStep<T> + t * kChannels;
+      const int tap_y = wx.taps == 3 ? tap / 3 : tap / wx.taps, tap_x = tap - tap_y * wx.taps;
       const int from = (wy.weight + tap_y * wy.weight_step) * p.shape.kernel + wx.weight + tap_x * wx.weight_step;
       float v[kChannels];
 #pragma unroll
@@ -363,7 +365,7 @@ struct Product {
       float part[kM][kN][4] = {};
 #pragma unroll 1
       for (int i = 0; i < wx.taps * steps; ++i) {
-        const int tap_x = i / steps, step = i - tap_x * steps;
+        const int tap_x = steps == 1 ? i : i / steps, step = i - tap_x * steps;
         const int offset = (step * pixels + tap_y * p.tiling.columns + tap_x) * 4;
         Unit a[kM][2], b[kN];
 #pragma unroll
@@ -443,6 +445,61 @@ struct Product {
   }
 };
 
+// Four neighbouring channels, of which `there` exist; all four at once if `vector`.
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+  T v[4];
+};
+template <typename T>
+__device__ inline void read_four(const T* from, int there, bool vector, float (&v)[4]) {
+  if (vector) {
+    const auto four = *reinterpret_cast<const Four<T>*>(from);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = widen(four.v[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = j < there ? widen(from[j]) : 0.0f;
+  }
+}
+template <typename T>
+__device__ inline void write_four(const T (&v)[4], int there, bool vector, T* to) {
+  if (vector) {
+    *reinterpret_cast<Four<T>*>(to) = {{v[0], v[1], v[2], v[3]}};
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j < there) to[j] = v[j];
+    }
+  }
+}
+template <typename T>
+__device__ inline bool by_four(const T* pointer, int channels) {
+  return pointer && channels % 4 == 0 && reinterpret_cast<uintptr_t>(pointer) % sizeof(Four<T>) == 0;
+}
+
+// Sums of kColumns columns, four to a thread, over all threads with the same ones; all of them get it. A fixed order.
+template <int kColumns>
+__device__ inline void sum_of_columns(float (&v)[4], float* sums) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (int offset = kWarp / 2; offset >= kColumns / 4; offset /= 2) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] += __shfl_xor_sync(kAllLanes, v[j], offset);
+  }
+  __syncthreads();  // the sums before have been read
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (lane < kColumns / 4) sums[warp * kColumns + lane * 4 + j] = v[j];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    v[j] = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) v[j] += sums[w * kColumns + lane % (kColumns / 4) * 4 + j];
+  }
+}
+
 __device__ inline int at_most(int value, int most) { return value < most ? value : most; }
 
 // Pixels of a tile that are inside. Forward only: one class.
@@ -466,42 +523,62 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Place place(t, blockIdx.x);
   const Window window = window_of(p.shape.kernel, p.shape.stride, false, 0);
   const Own product{p, place, window, window, memory, {t, p.chunk, p.shape.kernel, false, false}, expert, column0};
-  fill_table(product.table(), t, place, window, window, p.shape.batch, p.shape.high, p.shape.wide);
+  fill_table(product.table(), t, place, window, window, p.shape.batch, p.shape.high, p.shape.wide,
+             p.shape.shared ? 1 : p.shape.experts, p.shape.in);
   product.run();
 
   float* results = product.results();
+  {
+    constexpr int kFours = kColumns / 4;
+    const int column = threadIdx.x % kFours * 4, channel = column0 + column, there = p.shape.out - channel;
+    const int64_t filter = static_cast<int64_t>(expert) * p.shape.out + channel;
+    const bool vector = by_four(y, p.shape.out) && there > 0;
+    float offset[4] = {}, total[4] = {}, squares[4] = {};
+    if (bias && there > 0) read_four(bias + filter, there, false, offset);
+    T* own = y + expert * static_cast<int64_t>(p.out_high) * p.out_wide * p.shape.out + channel;
+    const int64_t image = static_cast<int64_t>(p.shape.experts) * p.out_high * p.out_wide;
+#pragma unroll 2
+    for (int i = threadIdx.x / kFours; i < Own::kPixels; i += kThreads / kFours) {
+      const Pixel pixel(t, place, i);
+      if (there <= 0 || pixel.b >= p.shape.batch || pixel.y >= p.out_high || pixel.x >= p.out_wide) continue;
+      auto& result = *reinterpret_cast<Four<float>*>(results + i * Own::kPitch + column);
+      T held[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        narrow(result.v[j] + offset[j], held + j);
+        result.v[j] = widen(held[j]);
+        total[j] += result.v[j];
+      }
+      write_four(held, there, vector, own + (pixel.b * image + pixel.y * p.out_wide + pixel.x) * p.shape.out);
+    }
+    if (!mean) return;
+    const float count = static_cast<float>(pixels_inside(t, place, p.shape.batch, p.out_high, p.out_wide));
+    sum_of_columns<kColumns>(total, sums);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) total[j] /= count;
+#pragma unroll 2
+    for (int i = threadIdx.x / kFours; i < Own::kPixels; i += kThreads / kFours) {
+      const Pixel pixel(t, place, i);
+      if (pixel.b >= p.shape.batch || pixel.y >= p.out_high || pixel.x >= p.out_wide) continue;
+      const auto result = *reinterpret_cast<const Four<float>*>(results + i * Own::kPitch + column);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) squares[j] += (result.v[j] - total[j]) * (result.v[j] - total[j]);
+    }
+    sum_of_columns<kColumns>(squares, sums);
+    float* left = partials + 3 * ((static_cast<int64_t>(expert) * gridDim.x + blockIdx.x) * p.shape.out + channel);
+    if (threadIdx.x < kFours) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j < there) Moments<float>{count, total[j], squares[j]}.write(left + 3 * j);
+      }
+    }
+  }
   const int column = threadIdx.x % kColumns, channel = column0 + column, row = threadIdx.x / kColumns;
   const bool there = channel < p.shape.out;
-  const int64_t filter = static_cast<int64_t>(expert) * p.shape.out + (there ? channel : 0);
-  const float offset = bias ? widen(bias[filter]) : 0.0f;
-  float total = 0;
-#pragma unroll 4
-  for (int i = row; i < Own::kPixels; i += kRows) {
-    const Pixel pixel(t, place, i);
-    if (!there || pixel.b >= p.shape.batch || pixel.y >= p.out_high || pixel.x >= p.out_wide) continue;
-    T held;
-    narrow(results[i * Own::kPitch + column] + offset, &held);
-    const int64_t image = pixel.b * p.shape.experts + expert;
-    y[((image * p.out_high + pixel.y) * p.out_wide + pixel.x) * p.shape.out + channel] = held;
-    results[i * Own::kPitch + column] = widen(held);
-    total += widen(held);
-  }
-  if (!mean) return;
-  const float count = static_cast<float>(pixels_inside(t, place, p.shape.batch, p.out_high, p.out_wide));
-  const float middle = sum_of_rows<kColumns>(total, sums) / count;
-  float squares = 0;
-#pragma unroll 4
-  for (int i = row; i < Own::kPixels; i += kRows) {
-    const Pixel pixel(t, place, i);
-    if (pixel.b >= p.shape.batch || pixel.y >= p.out_high || pixel.x >= p.out_wide) continue;
-    const float apart = results[i * Own::kPitch + column] - middle;
-    squares += apart * apart;
-  }
-  squares = sum_of_rows<kColumns>(squares, sums);
+  const int64_t filter = static_cast<int64_t>(expert) * p.shape.out + channel;
   const auto left_by = [&](int64_t block) {
     return partials + 3 * ((static_cast<int64_t>(expert) * gridDim.x + block) * p.shape.out + channel);
   };
-  if (there && row == 0) Moments<float>{count, middle, squares}.write(left_by(blockIdx.x));
   unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
   reduce_in_order<kGroup>(ticket, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
     Moments<float> moments;
@@ -546,52 +623,75 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t each = static_cast<int64_t>(gridDim.x) * shape.in, all = shape.experts * each;
   const int64_t gates = shape.batch * per_image * shape.in;  // of an expert
   const bool backward_affine = grad_scale != nullptr, backward_gate = grad_gate != nullptr;
-  float of_scale = 0, of_shift = 0;
+  constexpr int kFours = kColumns / 4;
+  const int four = column0 + static_cast<int>(threadIdx.x) % kFours * 4, fours = shape.in - four;
+  const bool vector_x = by_four(p.input.x, shape.in) && fours > 0, vector_grad = by_four(grad_x, shape.in) && fours > 0;
+  float of_scale[4] = {}, of_shift[4] = {};
   for (int expert = first_expert; expert < end_expert; ++expert) {
     const Own product{p, place, wy, wx, memory, {t, p.chunk, shape.kernel, p.grad.grad_var != nullptr, shared}, expert,
                       column0};
     if (expert == first_expert) {
-      fill_table(product.table(), t, place, wy, wx, shape.batch, p.out_high, p.out_wide);
+      fill_table(product.table(), t, place, wy, wx, shape.batch, p.out_high, p.out_wide, shape.experts, shape.out);
     }
     product.run();
     float* results = product.results();
-    const Affine<float> affine = affine_of(p.input, shape.in, expert, there ? channel : 0);
+    Affine<float> affine[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j < fours) affine[j] = affine_of(p.input, shape.in, expert, four + j);
+    }
 #pragma unroll 2
-    for (int i = row; i < Own::kPixels; i += kRows) {
+    for (int i = threadIdx.x / kFours; i < Own::kPixels; i += kThreads / kFours) {
       const Pixel pixel(t, place, i);
       const int y = pixel.y * spread + place.parity_y, x = pixel.x * spread + place.parity_x;
-      float* result = results + i * Own::kPitch + column;
-      if (!there || pixel.b >= shape.batch || y >= shape.high || x >= shape.wide) {
-        *result = 0;
+      auto& result = *reinterpret_cast<Four<float>*>(results + i * Own::kPitch + four - column0);
+      if (fours <= 0 || pixel.b >= shape.batch || y >= shape.high || x >= shape.wide) {
+        result = {};
         continue;
       }
-      const int64_t image = shape.shared ? pixel.b : pixel.b * shape.experts + expert;
-      const int64_t at = ((image * shape.high + y) * shape.wide + x) * shape.in + channel;
-      const float read = widen(p.input.x[at]), before = affine.scale * read + affine.shift, of_z = *result;
-      const float gate = gate_of(p.input, shape, pixel.b, expert, channel);
-      const float of_value = p.input.relu && before <= 0.0f ? 0.0f : of_z * gate;
-      *result = of_z * (p.input.relu ? rectified(before) : before);
-      of_scale += of_value * read;
-      of_shift += of_value;
-      if (!grad_x) continue;
-      float of_x = of_value * affine.scale;
-      if (shared) {
-        float* sum = product.found() + i * Own::kPitch + column;
-        if (expert > 0) of_x += *sum;
-        *sum = of_x;
+      const int64_t image = shared ? pixel.b : pixel.b * shape.experts + expert;
+      const int64_t at = ((image * shape.high + y) * shape.wide + x) * shape.in + four;
+      float read[4], of_x[4];
+      read_four(p.input.x + at, fours, vector_x, read);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float before = affine[j].scale * read[j] + affine[j].shift, of_z = result.v[j];
+        const bool gated = p.input.gate && j < fours;
+        const float gate = gated ? gate_of(p.input, shape, pixel.b, expert, four + j) : 1.0f;
+        const float of_value = p.input.relu && before <= 0.0f ? 0.0f : of_z * gate;
+        result.v[j] = of_z * (p.input.relu ? rectified(before) : before);
+        of_scale[j] += of_value * read[j];
+        of_shift[j] += of_value;
+        of_x[j] = of_value * affine[j].scale;
       }
-      if (expert + 1 == end_expert) narrow(of_x, grad_x + at);
+      if (!grad_x) continue;
+      if (shared) {
+        auto& sum = *reinterpret_cast<Four<float>*>(product.found() + i * Own::kPitch + four - column0);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (expert > 0) of_x[j] += sum.v[j];
+          sum.v[j] = of_x[j];
+        }
+      }
+      if (expert + 1 < end_expert) continue;
+      T held[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) narrow(of_x[j], held + j);
+      write_four(held, fours, vector_grad, grad_x + at);
     }
     if (backward_affine && (p.input.scale_rows > 1 || expert + 1 == end_expert)) {
-      of_scale = sum_of_rows<kColumns>(of_scale, sums);
-      of_shift = sum_of_rows<kColumns>(of_shift, sums);
-      if (there && row == 0) {
-        const int to = shared && p.input.scale_rows == 1 ? 0 : expert;
-        float* own = partials + to * each + static_cast<int64_t>(blockIdx.x) * shape.in + channel;
-        own[0] = of_scale;
-        own[all] = of_shift;
+      sum_of_columns<kColumns>(of_scale, sums);
+      sum_of_columns<kColumns>(of_shift, sums);
+      const int to = shared && p.input.scale_rows == 1 ? 0 : expert;
+      float* own = partials + to * each + static_cast<int64_t>(blockIdx.x) * shape.in + four;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (threadIdx.x < kFours && j < fours) {
+          own[j] = of_scale[j];
+          own[all + j] = of_shift[j];
+        }
+        of_scale[j] = of_shift[j] = 0;
       }
-      of_scale = of_shift = 0;
     }
     if (backward_gate) {
       __syncthreads();
@@ -625,10 +725,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // A block takes kOut output and kIn input channels and every gridDim.x-th tile of pixels. Of its warps two share the
 // input channels, and those two pairs the pixels of a tile.
-template <typename T, int kTaps, int kPixels>
+template <typename T, int kTaps, int kPixels, int kM>
 struct WeightProduct {
   using Unit = typename Operand<T>::Unit;
-  static constexpr int kChannels = Operand<T>::kChannels, kOut = 32, kIn = 16;
+  static constexpr int kChannels = Operand<T>::kChannels, kOut = 16 * kM, kIn = 16;
   static constexpr bool kWide = sizeof(T) == 4;
   static constexpr int kDepth = kWide ? 8 : 16;                   // pixels of one instruction
   static constexpr int kOwn = kPixels / 2, kSteps = kOwn / kDepth;  // of a warp
@@ -648,7 +748,7 @@ struct WeightProduct {
       grads = input + pixels * kIn * static_cast<int>(sizeof(T));
       inputs = grads + kPixels * kGradPitch * static_cast<int>(sizeof(Packed));
       end = inputs + pixels * kInPitch * static_cast<int>(sizeof(Packed));
-      const int sums = grad + 2 * kWarp * kTaps * 8 * 4;  // of two warps
+      const int sums = grad + 2 * kWarp * kTaps * kM * 4 * 4;  // of two warps
       if (end < sums) end = sums;
     }
   };
@@ -659,7 +759,7 @@ struct WeightProduct {
   Layout layout;
   int expert, out0, in0;
 
-  __device__ uint2* table() const { return reinterpret_cast<uint2*>(memory + layout.table); }
+  __device__ int64_t* table() const { return reinterpret_cast<int64_t*>(memory + layout.table); }
 
   __device__ void load(const Place& place) const {
     const ConvShape& shape = p.shape;
@@ -675,13 +775,13 @@ struct WeightProduct {
     };
     gradients(p.grad.grad, layout.grad);
     if (p.grad.grad_var) gradients(p.grad.y, layout.second);
-    const uint2* entries = table();
+    const int64_t* entries = table();
     T* to = reinterpret_cast<T*>(memory + layout.input);
+    const int64_t image = static_cast<int64_t>(shape.high) * shape.wide * shape.in;
+    const T* own = p.input.x + (shape.shared ? 0 : expert * image) + in0;
     copy_rows(to, p.tiling.read(), kIn, in_left, p.vector_read, p.input.x, [&](int row) -> const T* {
-      const uint2 entry = entries[row];
-      if (!inside(entry)) return nullptr;
-      const int64_t b = place.b + entry.x, image = shape.shared ? b : b * shape.experts + expert;
-      return p.input.x + (image * shape.high * shape.wide + entry.y) * shape.in + in0;
+      const int64_t entry = entries[row];
+      return entry < 0 ? nullptr : own + entry;
     });
     commit_copies();
   }
@@ -744,19 +844,19 @@ struct WeightProduct {
     }
     const T* read = reinterpret_cast<const T*>(memory + layout.input) + unit;
     Packed* packed = reinterpret_cast<Packed*>(memory + layout.inputs) + unit;
-    const uint2* entries = table();
+    const int64_t* entries = table();
 #pragma unroll 1
     for (int i = threadIdx.x / kAcross; i < p.tiling.read(); i += kThreads / kAcross) {
-      const uint2 entry = entries[i];
       float v[kChannels] = {};
-      if (inside(entry)) {
+      if (entries[i] >= 0) {
         Operand<T>::read(read + i * kIn, v);
 #pragma unroll
         for (int j = 0; j < kChannels; ++j) {
           v[j] = affine[j](v[j], p.input.relu);
           const int channel = in0 + unit + j;
           if (p.input.gate && channel < p.shape.in) {
-            v[j] *= gate_of(p.input, p.shape, place.b + entry.x, expert, channel);
+            const int64_t b = place.b + i / (p.tiling.rows * p.tiling.columns);
+            v[j] *= gate_of(p.input, p.shape, b, expert, channel);
           }
         }
       }
@@ -771,7 +871,7 @@ struct WeightProduct {
     return (image * t.rows + y * window.step) * t.columns + x * window.step;
   }
 
-  __device__ void multiply(float (&total)[kTaps][2][4]) const {
+  __device__ void multiply(float (&total)[kTaps][kM][4]) const {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, warp = threadIdx.x / kWarp;
     const int first = warp / 2 * kOwn, columns = p.tiling.columns;
     const Packed* grads = reinterpret_cast<const Packed*>(memory + layout.grads);
@@ -779,14 +879,14 @@ struct WeightProduct {
 #pragma unroll 1
     for (int begin = first; begin < first + kOwn; begin += kGroup * kDepth) {
       if constexpr (kWide) {
-        uint32_t high[kGroup][2][4], low[kGroup][2][4];
+        uint32_t high[kGroup][kM][4], low[kGroup][kM][4];
         int start[kGroup][2];
 #pragma unroll
         for (int s = 0; s < kGroup; ++s) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) start[s][j] = start_of(begin + s * 8 + j * 4 + t) * kInPitch + g;
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
+          for (int m = 0; m < kM; ++m) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
               const uint2 both = grads[(begin + s * 8 + j / 2 * 4 + t) * kGradPitch + m * 16 + j % 2 * 8 + g];
@@ -798,13 +898,13 @@ struct WeightProduct {
 #pragma unroll
         for (int tap = 0; tap < kTaps; ++tap) {
           const int offset = kTaps == 1 ? 0 : (tap / 3 * columns + tap % 3) * kInPitch;
-          float part[2][4] = {};
+          float part[kM][4] = {};
 #pragma unroll
           for (int s = 0; s < kGroup; ++s) {
             const uint2 b0 = inputs[start[s][0] + offset], b1 = inputs[start[s][1] + offset];
             T* type = nullptr;
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
+            for (int m = 0; m < kM; ++m) {
               if (p.precise) {
                 mma(type, part[m], high[s][m], b0.y, b1.y);
                 mma(type, part[m], low[s][m], b0.x, b1.x);
@@ -813,18 +913,18 @@ struct WeightProduct {
             }
           }
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
+          for (int m = 0; m < kM; ++m) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) total[tap][m][j] += part[m][j];
           }
         }
       } else {
         const int matrix = lane / 8;
-        uint32_t a[kGroup][2][4];
+        uint32_t a[kGroup][kM][4];
 #pragma unroll
         for (int s = 0; s < kGroup; ++s) {
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
+          for (int m = 0; m < kM; ++m) {
             const int pixel = begin + s * 16 + matrix / 2 * 8 + lane % 8;
             ldmatrix_transposed(a[s][m], grads + pixel * kGradPitch + m * 16 + matrix % 2 * 8);
           }
@@ -835,15 +935,15 @@ struct WeightProduct {
           const int offset = kTaps == 1 ? 0 : (tap / 3 * columns + tap % 3) * kInPitch;
           uint32_t b[4];  // two words a step
           ldmatrix_transposed(b, inputs + start + offset);
-          float part[2][4] = {};
+          float part[kM][4] = {};
           T* type = nullptr;
 #pragma unroll
           for (int s = 0; s < kGroup; ++s) {
 #pragma unroll
-            for (int m = 0; m < 2; ++m) mma(type, part[m], a[s][m], b[2 * s], b[2 * s + 1]);
+            for (int m = 0; m < kM; ++m) mma(type, part[m], a[s][m], b[2 * s], b[2 * s + 1]);
           }
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
+          for (int m = 0; m < kM; ++m) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) total[tap][m][j] += part[m][j];
           }
@@ -855,11 +955,11 @@ struct WeightProduct {
 
 // Blocks: shares of the tiles x (out and in channels) x experts. Scratch: partial weights [shares, E, out, in, taps], then
 // partial biases [shares, E, out].
-template <typename T, int kTaps, int kPixels>
+template <typename T, int kTaps, int kPixels, int kM>
 __global__ void __launch_bounds__(kThreads, 2)
     backward_weight_kernel(const __grid_constant__ Problem<T> p, T* grad_weight, T* grad_bias, float* partials,
                            unsigned* tickets) {
-  using Own = WeightProduct<T, kTaps, kPixels>;
+  using Own = WeightProduct<T, kTaps, kPixels, kM>;
   constexpr int kChannels = Own::kChannels, kOut = Own::kOut, kIn = Own::kIn;
   FASTMOD_DYNAMIC_SHARED(memory);
   const ConvShape& shape = p.shape;
@@ -869,11 +969,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Window window = window_of(shape.kernel, shape.stride, false, 0);
   const Own product{p, window, memory, {t, p.grad.grad_var != nullptr}, expert, out0, in0};
   const int64_t filter0 = static_cast<int64_t>(expert) * shape.out + out0;
-  float total[kTaps][2][4] = {}, of_bias[kChannels] = {};
+  float total[kTaps][kM][4] = {}, of_bias[kChannels] = {};
   for (int64_t tile = blockIdx.x; tile < t.tiles; tile += gridDim.x) {
     const Place place(t, tile);
     if (tile == blockIdx.x) {
-      fill_table(product.table(), t, place, window, window, shape.batch, shape.high, shape.wide);
+      fill_table(product.table(), t, place, window, window, shape.batch, shape.high, shape.wide,
+                 shape.shared ? 1 : shape.experts, shape.in);
       __syncthreads();
       product.load(place);
     }
@@ -884,7 +985,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (tile + gridDim.x < t.tiles) {
       const Place next(t, tile + gridDim.x);
-      fill_table(product.table(), t, next, window, window, shape.batch, shape.high, shape.wide);
+      fill_table(product.table(), t, next, window, window, shape.batch, shape.high, shape.wide,
+                 shape.shared ? 1 : shape.experts, shape.in);
       __syncthreads();
       product.load(next);
     }
@@ -896,13 +998,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   float* sums = reinterpret_cast<float*>(memory + product.layout.grad);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
-  for (int i = 0; i < kTaps * 8; ++i) {
-    if (warp >= 2) sums[(i * 2 + warp % 2) * kWarp + lane] = total[i / 8][i / 4 % 2][i % 4];
+  for (int i = 0; i < kTaps * kM * 4; ++i) {
+    if (warp >= 2) sums[(i * 2 + warp % 2) * kWarp + lane] = total[i / (4 * kM)][i / 4 % kM][i % 4];
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kTaps * 8; ++i) {
-    if (warp < 2) sums[(i * 2 + warp) * kWarp + lane] += total[i / 8][i / 4 % 2][i % 4];
+  for (int i = 0; i < kTaps * kM * 4; ++i) {
+    if (warp < 2) sums[(i * 2 + warp) * kWarp + lane] += total[i / (4 * kM)][i / 4 % kM][i % 4];
   }
   __syncthreads();
   const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * shape.in * kTaps;
@@ -911,7 +1013,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int i = threadIdx.x; i < kOut * kIn * kTaps; i += kThreads) {
     const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps), in = rest / kTaps, tap = rest % kTaps;
     if (out0 + out >= shape.out || in0 + in >= shape.in) continue;
-    const int word = tap * 8 + out / 16 * 4 + out % 16 / 8 * 2 + in % 2, from = out % 8 * 4 + in % 8 / 2;
+    const int word = tap * kM * 4 + out / 16 * 4 + out % 16 / 8 * 2 + in % 2, from = out % 8 * 4 + in % 8 / 2;
     own[static_cast<int64_t>(out) * shape.in * kTaps + rest] = sums[(word * 2 + in / 8) * kWarp + from];
   }
   __syncthreads();
@@ -982,7 +1084,9 @@ Tiling weight_tiling(const ConvShape& shape) {
   const bool half = half_tiles(shape, false);
   return tiling_of(shape, false, shape.out_high(), shape.out_wide(), half ? 5 : 6, half ? 162 : 112);
 }
-int weight_blocks(const ConvShape& shape) { return ((shape.out + 31) / 32) * ((shape.in + 15) / 16); }
+int weight_blocks(const ConvShape& shape) {
+  return (shape.out <= 16 ? 1 : (shape.out + 31) / 32) * ((shape.in + 15) / 16);
+}
 // Enough blocks to fill a GPU, each with several tiles to one partial result.
 int64_t weight_shares(const ConvShape& shape) {
   const int64_t tiles = weight_tiling(shape).tiles, blocks = static_cast<int64_t>(weight_blocks(shape)) * shape.experts;
@@ -1097,19 +1201,24 @@ cudaError_t norm_conv_backward_weight(ConvGrad<T> grad, ConvInput<T> input, T* g
       const bool vector = aligned(grad.grad, shape.out) && (!grad.grad_var || aligned(grad.y, shape.out));
       const Problem<T> p{input, grad, nullptr, shape, shape.out_high(), shape.out_wide(), tiling, 0,
                          aligned(input.x, shape.in), vector, !allow_tf32};
-      const auto run = [&](auto taps, auto pixels) {
-        constexpr int kTaps = decltype(taps)::value, kPixels = decltype(pixels)::value;
-        const typename WeightProduct<T, kTaps, kPixels>::Layout layout(tiling, grad.grad_var != nullptr);
+      const auto run = [&](auto taps, auto pixels, auto tiles_m) {
+        constexpr int kTaps = decltype(taps)::value, kPixels = decltype(pixels)::value, kM = decltype(tiles_m)::value;
+        const typename WeightProduct<T, kTaps, kPixels, kM>::Layout layout(tiling, grad.grad_var != nullptr);
         if (layout.end > kMaxShared) return cudaErrorInvalidValue;
         const dim3 grid(static_cast<unsigned>(weight_shares(shape)), static_cast<unsigned>(weight_blocks(shape)),
                         static_cast<unsigned>(shape.experts));
-        const auto kernel = backward_weight_kernel<T, kTaps, kPixels>;
+        const auto kernel = backward_weight_kernel<T, kTaps, kPixels, kM>;
         return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, kThreads, static_cast<size_t>(layout.end), stream, p, grad_weight,
                                       grad_bias, scratch, tickets);
       };
-      if (shape.kernel == 1) return run(std::integral_constant<int, 1>{}, std::integral_constant<int, 64>{});
-      if (half_tiles(shape, false)) return run(std::integral_constant<int, 9>{}, std::integral_constant<int, 32>{});
-      return run(std::integral_constant<int, 9>{}, std::integral_constant<int, 64>{});
+      const auto either = [&](auto taps, auto pixels) {
+        return shape.out <= 16 ? run(taps, pixels, std::integral_constant<int, 1>{})
+                               : run(taps, pixels, std::integral_constant<int, 2>{});
+      };
+      using Nine = std::integral_constant<int, 9>;
+      if (shape.kernel == 1) return either(std::integral_constant<int, 1>{}, std::integral_constant<int, 64>{});
+      if (half_tiles(shape, false)) return either(Nine{}, std::integral_constant<int, 32>{});
+      return either(Nine{}, std::integral_constant<int, 64>{});
     }
   }
   return plain::backward_weight<T>(grad, input, grad_weight, grad_bias, scratch, tickets, shape, stream);
