@@ -345,11 +345,12 @@ struct Product {
 
   // One chunk's share of the sums.
   __device__ void multiply(float (&total)[kM][kN][4], float (&low)[kM][kN][4]) const {
-    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, pixels = p.tiling.read();
-    const int steps = p.chunk / kStep<T>;
-    const Unit* units = reinterpret_cast<const Unit*>(memory + layout.units);
+    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+    // A row of taps, or the steps of the only one: never both.
+    const int steps = p.chunk / kStep<T>, products = wx.taps * steps, columns = p.tiling.columns * 4;
+    const int stride = steps == 1 ? 4 : p.tiling.read() * 4;
     const Unit* weights = reinterpret_cast<const Unit*>(memory + layout.weights) + lane;
-    int rows[kM][2];  // where the lane's two rows of every product begin to read
+    const Unit* rows[kM][2];  // where the lane's two rows of every product begin to read
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -357,24 +358,26 @@ struct Product {
         const int i = (static_cast<int>(threadIdx.x) / kWarp * kM + m) * 16 + half * 8 + g;
         const int image = i >> (p.tiling.log_h + p.tiling.log_w), y = i >> p.tiling.log_w & ((1 << p.tiling.log_h) - 1);
         const int x = i & ((1 << p.tiling.log_w) - 1);
-        rows[m][half] = ((image * p.tiling.rows + y * wy.step) * p.tiling.columns + x * wx.step) * 4 + t;
+        const int start = (image * p.tiling.rows + y * wy.step) * p.tiling.columns + x * wx.step;
+        rows[m][half] = reinterpret_cast<const Unit*>(memory + layout.units) + start * 4 + t;
       }
     }
 #pragma unroll 1
     for (int tap_y = 0; tap_y < wy.taps; ++tap_y) {
       float part[kM][kN][4] = {};
+      int offset = tap_y * columns;
 #pragma unroll 1
-      for (int i = 0; i < wx.taps * steps; ++i) {
-        const int tap_x = steps == 1 ? i : i / steps, step = i - tap_x * steps;
-        const int offset = (step * pixels + tap_y * p.tiling.columns + tap_x) * 4;
+      for (int i = products; i > 0; --i) {
         Unit a[kM][2], b[kN];
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          a[m][0] = units[rows[m][0] + offset];
-          a[m][1] = units[rows[m][1] + offset];
+          a[m][0] = rows[m][0][offset];
+          a[m][1] = rows[m][1][offset];
         }
 #pragma unroll
-        for (int n = 0; n < kN; ++n) b[n] = weights[((tap_y * wx.taps * steps + i) * kColumns + n * 8) * 4];
+        for (int n = 0; n < kN; ++n) b[n] = weights[n * 8 * 4];
+        weights += kColumns * 4;
+        offset += stride;
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           const uint32_t high[4] = {a[m][0].x, a[m][1].x, a[m][0].y, a[m][1].y};
