@@ -123,7 +123,8 @@ def test_bound_norm_conv_off_the_grid(bindings: Any) -> None:
             flat = torch.cat([tensor.new_zeros(1), conv.inner(tensor).flatten()])[1:]
             return conv.outer(flat.view(conv.inner(tensor).shape))
 
-        moved = [shifted(tensors[0]), *(torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in tensors[1:])]  # type: ignore[arg-type, union-attr]
+        given: list[Any] = tensors
+        moved = [shifted(given[0]), *(torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in given[1:])]
         for got, expected in zip(
             bound_conv(bindings, case, moved, [shifted(grads[0]), *grads[1:]], [True] * 6), want, strict=True
         ):

@@ -53,7 +53,7 @@ def test_groups_of_copies(plain: Harness) -> None:
 
 
 def test_a_misaligned_copy_is_caught(plain: Harness) -> None:
-    with pytest.raises(LaunchError, match="misaligned cp.async"):
+    with pytest.raises(LaunchError, match=r"misaligned cp\.async"):
         probe(plain, "async_misaligned")
 
 
@@ -105,9 +105,7 @@ def product(harness: Harness, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     rows = [(lane // 4 + 8 * (j // 2), lane % 4 * 2 + j % 2) for lane in range(32) for j in range(4)]
     at = tuple(torch.tensor(rows).T)
     words = [fragments(a), fragments(b.T.contiguous())]
-    (got,) = harness.call(
-        "probe_mma", *(w.repeat(2, 1) for w in words), InOut(c[at].repeat(2)), dtype=a.dtype
-    )
+    (got,) = harness.call("probe_mma", *(w.repeat(2, 1) for w in words), InOut(c[at].repeat(2)), dtype=a.dtype)
     assert torch.equal(got[:128].view(torch.int32), got[128:].view(torch.int32))
     result = torch.empty(16, 8)
     result[at] = got[:128]
@@ -163,7 +161,5 @@ def test_two_tf32_numbers_make_one_of_fp32(plain: Harness) -> None:
     assert torch.equal(low[4001:4003], values[4001:4003])
     finite = values[:4001].to(F64)
     assert ((high[:4001].to(F64) + low[:4001]) - finite).abs().max() <= 2**-22 * 2
-    (nan_high, nan_low) = plain.call(
-        "probe_split", torch.tensor([NAN]), Out(1, dtype=F32), Out(1, dtype=F32), ints=[1]
-    )
+    (nan_high, nan_low) = plain.call("probe_split", torch.tensor([NAN]), Out(1, dtype=F32), Out(1, dtype=F32), ints=[1])
     assert nan_high == 0 and nan_low.isnan().all()

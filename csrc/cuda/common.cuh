@@ -15,7 +15,8 @@
     const size_t asked = (bytes);                                                                                    \
     if (asked > 48 * 1024) {                                                                                         \
       const cudaError_t refused = cudaFuncSetAttribute(                                                              \
-          reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(asked)); \
+          reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,                        \
+          static_cast<int>(asked));                                                                                  \
       if (refused != cudaSuccess) return refused;                                                                    \
     }                                                                                                                \
     kernel<<<(grid), (block), asked, (stream)>>>(__VA_ARGS__);                                                       \

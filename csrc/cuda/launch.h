@@ -155,10 +155,10 @@ cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* we
                                           const int32_t* off, T* grad_weight, T* grad_logits, Compute<T> tau,
                                           LinearShape shape, MaskNoise noise, cudaStream_t stream);
 
-// ---- norm_conv.cu, norm_conv_plain.cu: float, double, __half, __nv_bfloat16
+// ---- norm_conv.cu, norm_conv_weight.cu, norm_conv_plain.cu: float, double, __half, __nv_bfloat16
 //
-// Images lie in memory as [B, E, H, W, C]. Each function is one launch: blocks leave partial results in scratch memory, and
-// the one that comes last, as it finds out by a ticket, adds them up in a fixed order.
+// Images lie in memory as [B, E, H, W, C]. Each function is one launch: blocks leave partial results in scratch
+// memory, and the one that comes last, as it finds out by a ticket, adds them up in a fixed order.
 
 struct ConvShape {
   int64_t batch;
@@ -223,8 +223,8 @@ struct SumShape {
   bool shared;  // the residual has no experts: [B, pixels, channels]
 };
 
-// x [B, E, pixels, channels]; scale and shift [E, channels]; residual as x or shared, or null, its scale and shift both or
-// null; gate [B, E] or null
+// x [B, E, pixels, channels]; scale and shift [E, channels]; residual as x or shared, or null, its scale and shift
+// both or null; gate [B, E] or null
 template <typename T>
 struct SumInput {
   const T* x;

@@ -1,9 +1,10 @@
 // Tensor cores and asynchronous copies, each PTX instruction as a function; the host harness has its own (mma_host.h).
 //
-// Fragments of a product d += a b, for lane 4 g + t of a warp (g = lane / 4, t = lane % 4), two numbers of 16 bits a word:
+// Fragments of a product d += a b, for lane 4 g + t of a warp (g = lane / 4, t = lane % 4), two numbers of 16 bits a
+// word:
 //     d[0], d[1]: row g, columns 2 t and 2 t + 1; d[2], d[3]: row g + 8
-//     tf32, k = 8:     a[0]: row g, k = t; a[1]: row g + 8; a[2], a[3]: the same for k = t + 4;  b[0], b[1]: k = t, t + 4 of column g
-//     16 bits, k = 16: a[0]: row g, k = 2 t, 2 t + 1; a[1]: row g + 8; a[2], a[3]: k = 2 t + 8, + 9;  b: likewise of column g
+//     tf32, k = 8:     a[0]: row g, k = t; a[1]: row g + 8; a[2], a[3]: the same for k = t + 4; b: of column g
+//     16 bits, k = 16: a[0]: row g, k = 2 t, 2 t + 1; a[1]: row g + 8; a[2], a[3]: k = 2 t + 8, + 9; b: of column g
 // Which number is called k is free as long as a and b agree: kernels deal channels out so that a lane's are neighbours.
 #pragma once
 
@@ -22,7 +23,8 @@ inline uint32_t tf32_bits(float value) {
   return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
 }
 
-inline void mma_on_host(cuda_host::Operand kind, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line) {
+inline void mma_on_host(cuda_host::Operand kind, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                        int line) {
   cuda_host::MmaLane lane{kind, {d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
   cuda_host::collective(&lane, cuda_host::run_mma, line);
   for (int i = 0; i < 4; ++i) d[i] = lane.d[i];
@@ -125,7 +127,9 @@ __device__ inline void mma(__nv_bfloat16*, float (&d)[4], const uint32_t (&a)[4]
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-  mma_by_shuffles<2>(d, a, b0, b1, [](uint32_t word, int i) { return __uint_as_float(i ? word & 0xffff0000u : word << 16); });
+  mma_by_shuffles<2>(d, a, b0, b1, [](uint32_t word, int i) {
+    return __uint_as_float(i ? word & 0xffff0000u : word << 16);
+  });
 #endif
 }
 
@@ -138,8 +142,8 @@ __device__ inline void ldmatrix_transposed(uint32_t (&result)[4], const void* ro
                : "memory");
 }
 
-// kBytes (4, 8 or 16) from global to shared memory, zeros unless `inside`; `global` is a valid address either way. There
-// after this thread has waited, for others after a barrier on top.
+// kBytes (4, 8 or 16) from global to shared memory, zeros unless `inside`; `global` is a valid address either way.
+// There after this thread has waited, for others after a barrier on top.
 template <int kBytes>
 __device__ inline void copy_async(void* shared, const void* global, bool inside) {
 #if __CUDA_ARCH__ >= 800
@@ -188,9 +192,10 @@ __device__ inline uint32_t half_word(float low, float high, __nv_bfloat16*) {
 #endif
 }
 
-// value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them, without that of the low parts, make
-// one of fp32. What is not finite is a low part alone: it meets the other factor's high part and nothing else, while as a
-// high part it would meet the low part too, which may be zero or of the other sign. Unless `precise`, low is not read.
+// value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them, without that of the low
+// parts, make one of fp32. What is not finite is a low part alone: it meets the other factor's high part and nothing
+// else, while as a high part it would meet the low part too, which may be zero or of the other sign. Unless `precise`,
+// low is not read.
 __device__ inline void split_tf32(float value, bool precise, uint32_t* high, uint32_t* low) {
   *high = tf32_bits(value);
   const float rest = value - __uint_as_float(*high);

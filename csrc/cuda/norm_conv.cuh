@@ -69,10 +69,10 @@ struct Moments {
 };
 
 
-// The gradients of scale and shift, from the sums that the blocks along x and z have left for channels of a block along y:
-// partials [2, E, blocks along x, in]. A row of them is the business of one expert's blocks; of all blocks where one row
-// serves all experts, and of the blocks along x, each row in turn, where these take all experts (gridDim.z is 1).
-// Threads with the same channel, kColumns apart, share the work by way of `sums` [threads].
+// The gradients of scale and shift, from the sums that the blocks along x and z have left for channels of a block
+// along y: partials [2, E, blocks along x, in]. A row of them is the business of one expert's blocks; of all blocks
+// where one row serves all experts, and of the blocks along x, each row in turn, where these take all experts
+// (gridDim.z is 1). Threads with the same channel, kColumns apart, share the work by way of `sums` [threads].
 template <int kColumns, typename C>
 __device__ inline void finish_affine(C* partials, C* grad_scale, C* grad_shift, unsigned* tickets,
                                      const ConvShape& shape, int scale_rows, int channel, C* sums) {

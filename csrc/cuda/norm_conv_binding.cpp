@@ -45,7 +45,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tens
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   const ConvShape shape = conv_shape(x, weight_, stride, depthwise);
   const auto wide = x.options().dtype(compute_type(x));
-  const Tensor y = empty_images({shape.batch, shape.experts, shape.out, shape.out_high(), shape.out_wide()}, x.options());
+  const Tensor y =
+      empty_images({shape.batch, shape.experts, shape.out, shape.out_high(), shape.out_wide()}, x.options());
   const Tensor none = at::empty({0}, wide);
   if (shape.batch == 0) {
     const auto zeros = [&] { return stats ? at::zeros({shape.experts, shape.out}, wide) : none; };
@@ -115,8 +116,9 @@ std::vector<Tensor> norm_conv_backward(const Tensor& grad_, const OptionalTensor
       }
     });
   }
-  std::vector<Tensor> result{grad_x,    grad_weight, need_scale ? grad_scale : Tensor(), need_shift ? grad_shift : Tensor(),
-                             grad_gate, grad_bias};
+  if (!need_scale) grad_scale = Tensor();
+  if (!need_shift) grad_shift = Tensor();
+  std::vector<Tensor> result{grad_x, grad_weight, grad_scale, grad_shift, grad_gate, grad_bias};
   for (Tensor& tensor : result)
     if (!tensor.defined()) tensor = at::empty({0}, x.options());
   return result;

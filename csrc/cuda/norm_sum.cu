@@ -32,7 +32,8 @@ __device__ inline void write(const Compute<T> (&v)[kMany], T* to) {
   *reinterpret_cast<Pack<T, kMany>*>(to) = pack;
 }
 
-// kMany channels of what is to be added up. i: of (image, pixel, channel) with the experts' images, at: of (expert, channel).
+// kMany channels of what is to be added up. i: of (image, pixel, channel) with the experts' images, at: of (expert,
+// channel).
 template <typename T, int kMany>
 __device__ inline void sum_at(const SumInput<T>& input, int64_t i, int64_t residual, int64_t at,
                               Compute<T> (&v)[kMany]) {
@@ -122,7 +123,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const C gate = input.gate ? widen(input.gate[image]) : C(1);
     const C scale = there ? input.scale[at] : C(0), shift = there ? input.shift[at] : C(0);
     const bool scaled = there && input.residual_scale;
-    const C residual_scale = scaled ? input.residual_scale[at] : C(1), residual_shift = scaled ? input.residual_shift[at] : C(0);
+    const C residual_scale = scaled ? input.residual_scale[at] : C(1);
+    const C residual_shift = scaled ? input.residual_shift[at] : C(0);
     C of_scale = 0, of_shift = 0, of_residual_scale = 0, of_gate = 0;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
@@ -195,7 +197,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename T>
 bool by_four(const SumInput<T>& input, const T* out, const SumShape& shape) {
   using C = Compute<T>;
-  const auto aligned = [](const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; };
+  const auto aligned = [](const void* pointer, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+  };
   const bool images = aligned(input.x, 4 * sizeof(T)) && aligned(input.residual, 4 * sizeof(T)) &&
                       aligned(out, 4 * sizeof(T));
   return shape.channels % 4 == 0 && sizeof(C) == 4 && images && aligned(input.scale, 16) && aligned(input.shift, 16) &&

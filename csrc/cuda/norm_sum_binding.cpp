@@ -54,8 +54,9 @@ std::vector<Tensor> norm_sum_backward(const Tensor& grad_, const Tensor& x, cons
                                       std::array<bool, 7> needs) {
   check_norm_sum(x, scale, shift, residual, residual_scale, residual_shift, gate);
   check_like(x, grad_, "grad");
-  const bool same = gate ? grad_.dim() == 4 && grad_.size(0) == x.size(0) && grad_.sizes().slice(1) == x.sizes().slice(2)
-                         : grad_.sizes() == x.sizes();
+  std::vector<int64_t> expected = x.sizes().vec();
+  if (gate) expected.erase(expected.begin() + 1);
+  const bool same = grad_.sizes() == at::IntArrayRef(expected);
   TORCH_CHECK_VALUE(same, "grad: expected the shape of the result, got ", grad_.sizes());
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   const OptionalTensor tensors[] = {x, scale, shift, residual, residual_scale, residual_shift, gate};

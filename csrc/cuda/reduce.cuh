@@ -46,9 +46,9 @@ __device__ inline C sum_of_rows(C value, C* sums) {
   return total;
 }
 
-// Adds up what `blocks` blocks have left, in a fixed order: first the last of every kGroup neighbours what those left, then
-// the last of all what came of that, so that no block reads more than a few. reduce(first, end, step, all): blocks first,
-// first + step, ... before end; unless `all`, the sum is to take the place of what block `first` left.
+// Adds up what `blocks` blocks have left, in a fixed order: first the last of every kGroup neighbours what those left,
+// then the last of all what came of that, so that no block reads more than a few. reduce(first, end, step, all):
+// blocks first, first + step, ... before end; unless `all`, the sum is to take the place of what block `first` left.
 template <int kGroup, typename Reduce>
 __device__ inline void reduce_in_order(unsigned* tickets, unsigned own, unsigned blocks, Reduce reduce) {
   const unsigned groups = (blocks + kGroup - 1) / kGroup, first = own / kGroup * kGroup;

@@ -68,7 +68,7 @@ def build(flavour: str) -> Path:
     """The harness as an executable under ``build/``."""
     own, scheduler = FLAVOURS[flavour]
     sources = dict.fromkeys([*_kernels(), HERE / "probes.cu", HERE / "driver.cpp"], own)
-    return _link(flavour, {**sources, **{path: scheduler for path in _scheduler()}}, own)
+    return _link(flavour, {**sources, **dict.fromkeys(_scheduler(), scheduler)}, own)
 
 
 def build_bindings() -> Path:

@@ -1,5 +1,5 @@
-// The bindings of csrc/cuda over the harness: the compiler is told to include them before this file, all in one unit, as
-// torch's headers take most of the time.
+// The bindings of csrc/cuda over the harness: the compiler is told to include them before this file, all in one unit,
+// as torch's headers take most of the time.
 #include "bindings_host.h"
 
 TORCH_LIBRARY(fastmod_cuda_host, m) {

@@ -35,7 +35,8 @@ constexpr int kMaxAsync = 512, kMaxGroups = 8;
 
 enum class State { kReady, kBarrier, kWarp, kExited };
 
-// Copies under way, oldest first: begin .. end; group i ends before group_end[i], and what follows is not committed yet.
+// Copies under way, oldest first: begin .. end; group i ends before group_end[i], and what follows is not committed
+// yet.
 struct AsyncQueue {
   int begin = 0, end = 0, groups = 0;
   int group_end[kMaxGroups];

@@ -8,10 +8,10 @@
 //   - more shared memory than a block may have: static 48 KB, with dynamic memory 64 KB, the least of all targets,
 //   - a cp.async that is misaligned or of a size that does not exist.
 // An asynchronous copy fills its target with NaN when it is issued and with the values when its thread waits for it, so
-// that neither a missing wait nor a target still in use by others goes unseen. A matrix product truncates its operands and
-// rounds its sums towards zero, as tensor cores do.
-// ASan finds what is out of bounds, in global memory and in each __shared__ array; TSan finds data races, since only
-// barriers order the fibers of a block for it, and nothing those of different blocks.
+// that neither a missing wait nor a target still in use by others goes unseen. A matrix product truncates its operands
+// and rounds its sums towards zero, as tensor cores do. ASan finds what is out of bounds, in global memory and in each
+// __shared__ array; TSan finds data races, since only barriers order the fibers of a block for it, and nothing those
+// of different blocks.
 #pragma once
 
 #include <cmath>
@@ -159,10 +159,12 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-#define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, 0, stream, __VA_ARGS__)
+#define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \
+  FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, 0, stream, __VA_ARGS__)
 #define FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, bytes, stream, ...) \
   (static_cast<void>(stream), ::cuda_host::launch(grid, block, bytes, [&] { kernel(__VA_ARGS__); }))
-#define FASTMOD_DYNAMIC_SHARED(name) unsigned char* const name = static_cast<unsigned char*>(::cuda_host::dynamic_shared_memory())
+#define FASTMOD_DYNAMIC_SHARED(name) \
+  unsigned char* const name = static_cast<unsigned char*>(::cuda_host::dynamic_shared_memory())
 #define FASTMOD_SHARED(type, name, size) \
   static const char name##_site = 0;     \
   type* const name = static_cast<type*>(::cuda_host::shared_memory(&name##_site, sizeof(type) * (size)))

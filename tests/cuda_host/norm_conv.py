@@ -29,7 +29,9 @@ class Conv(NamedTuple):
     tf32: bool = False
 
     def id(self) -> str:
-        flags = [name for name in ("shared", "depthwise", "relu", "gate", "bias", "stats", "tf32") if getattr(self, name)]
+        flags = [
+            name for name in ("shared", "depthwise", "relu", "gate", "bias", "stats", "tf32") if getattr(self, name)
+        ]
         sizes = "B{}-E{}-{}to{}-{}x{}".format(*self.sizes)
         return f"{sizes}-k{self.kernel}s{self.stride}-{str(self.dtype)[6:]}-{self.affine}-{'-'.join(flags)}"
 
@@ -84,7 +86,9 @@ def values(case: Conv, dtype: torch.dtype, tensors: list[Tensor | None], grads: 
     found = model(case, dtype, *leaves)
     count = 3 if case.stats else 1
     given = [t for t in leaves if t is not None]
-    derived = torch.autograd.grad(found[:count], given, [g.to(v.dtype) for g, v in zip(grads, found, strict=False)][:count])
+    derived = torch.autograd.grad(
+        found[:count], given, [g.to(v.dtype) for g, v in zip(grads, found, strict=False)][:count]
+    )
     result = {"y": found[0], "mean": found[1], "var": found[2]}
     names = [name for name, t in zip(NAMES, leaves, strict=True) if t is not None]
     result.update(zip(names, derived, strict=True))
@@ -123,7 +127,7 @@ def run(harness: Harness, case: Conv, tensors: list[Any], grads: list[Tensor]) -
     count = batch * high_out * wide_out
     gradient = [inner(grads[0]), *((y, mean, grads[1], grads[2]) if case.stats else (None,) * 4)]
     sources = [*gradient, inner(x), scale, shift, gate]
-    rest = dict(ints=ints(case), floats=[1.0 / count if count else 0.0], dtype=dtype)
+    rest: dict[str, Any] = {"ints": ints(case), "floats": [1.0 / count if count else 0.0], "dtype": dtype}
     of_affine = [None if t is None else Out(*t.shape, dtype=t.dtype) for t in (scale, shift)]
     of_gate = None if gate is None else Out(*gate.shape, dtype=dtype)
     got = harness.call(

@@ -48,7 +48,8 @@ def inputs_of(case: Sum, draw: int) -> list[Tensor | None]:
 
 def model(case: Sum, dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
     wide = F64 if dtype == F64 else F32
-    x, scale, shift, residual, residual_scale, residual_shift, gate = (None if t is None else t.to(wide) for t in tensors)
+    x, scale, shift, residual, *scaling, gate = (None if t is None else t.to(wide) for t in tensors)
+    residual_scale, residual_shift = scaling
     assert x is not None and scale is not None and shift is not None
     total = x * scale[..., None, None] + shift[..., None, None]
     if residual is not None:

@@ -120,7 +120,9 @@ __device__ void reverse_async(const float* in, float* out) {
 }
 __global__ void async_kernel(const float* in, float* out) { reverse_async<true, true, false>(in, out); }
 __global__ void async_without_wait_kernel(const float* in, float* out) { reverse_async<false, true, false>(in, out); }
-__global__ void async_without_barrier_kernel(const float* in, float* out) { reverse_async<true, false, false>(in, out); }
+__global__ void async_without_barrier_kernel(const float* in, float* out) {
+  reverse_async<true, false, false>(in, out);
+}
 __global__ void async_too_early_kernel(const float* in, float* out) { reverse_async<true, true, true>(in, out); }
 
 // The second of two groups is under way when it is read; 4 and 8 bytes, and zeros beyond what is inside.
