@@ -1,4 +1,4 @@
-"""csrc/cuda/bindings.cpp itself, over the host harness, on CPU tensors: values against the fp64 reference."""
+"""The bindings of csrc/cuda themselves, over the host harness, on CPU tensors: values against the fp64 reference."""
 
 from __future__ import annotations
 
