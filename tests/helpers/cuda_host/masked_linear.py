@@ -11,8 +11,8 @@ from fastmod import noise
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.masked_linear import reference
 from fastmod.ops.sample_mask import words_off
-from tests.cuda_host import Harness, InOut, Out
-from tests.cuda_host.checks import F32, F64, INF, NAN, SEED, Results, assert_draws_close, gradients, random
+from tests.helpers.cuda_host import Harness, InOut, Out
+from tests.helpers.cuda_host.checks import F32, F64, INF, NAN, SEED, Results, assert_draws_close, gradients, random
 
 
 class MaskedLinear(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastmod.ops._checks import compute_dtype
-from tests.interpreter import (
+from tests.helpers.interpreter import (
     ARGMAX,
     DTYPES,
     GUMBEL,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[2]
 KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr", "sample_mask", "masked_linear"]
 
 _FLAGS = ["-std=c++17", "-fPIC", "-O1", "-g1", "-ffp-contract=fast", "-fno-tree-vectorize", "-DFASTMOD_CUDA_HOST"]

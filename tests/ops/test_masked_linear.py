@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import LAYOUTS, assert_agrees, isas, laid_out, opchecked
+from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.backends import isas
 from tests.helpers.mask_cases import (
     SEEDS,
     TAUS,
@@ -31,7 +32,7 @@ from tests.helpers.mask_cases import (
     threads,
     wrong_numbers,
 )
-from tests.test_sample_mask import by_reference, module
+from tests.ops.test_sample_mask import by_reference, module
 
 # samples, rows of each, in, out. The kernel takes 24 rows and 512 columns of the weight and 64 rows of x at a time; one
 # has more of these pieces than partial sums of the gradient of x. Here more than 256 rows go sample by sample.
@@ -166,7 +167,7 @@ def no_outputs() -> None:
 
 
 def test_no_outputs() -> None:
-    in_a_process("from tests.test_masked_linear import no_outputs; no_outputs()")
+    in_a_process("from tests.ops.test_masked_linear import no_outputs; no_outputs()")
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 4, 5), (3, 2, 0, 5)], ids=["batch", "in"])
@@ -263,7 +264,7 @@ def test_threads_do_not_change_a_bit() -> None:
 # Not getrusage: what that tells of a process begins with the peak of the one that started it.
 PEAK = """
 import re, torch, fastmod
-from tests.test_masked_linear import draw, layer
+from tests.ops.test_masked_linear import draw, layer
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
 torch.set_num_threads(2)
@@ -437,7 +438,7 @@ def fuzz(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error(seed: int) -> None:
-    in_a_process(f"from tests.test_masked_linear import fuzz; fuzz({seed})")
+    in_a_process(f"from tests.ops.test_masked_linear import fuzz; fuzz({seed})")
 
 
 def test_near_misses_of_the_raw_ops() -> None:

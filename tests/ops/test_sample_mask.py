@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import noise, ops
-from tests.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
 from tests.helpers.mask_cases import (
     DTYPES,
     SEEDS,
@@ -385,7 +385,7 @@ def fuzz(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error(seed: int) -> None:
-    in_a_process(f"from tests.test_sample_mask import fuzz; fuzz({seed})")
+    in_a_process(f"from tests.ops.test_sample_mask import fuzz; fuzz({seed})")
 
 
 def test_near_misses_of_the_raw_ops() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastmod import noise, ops
+from tests.helpers.backends import TRITON, Backend
 
 CPU = torch.device("cpu")
 # Counter, key, expected words: philox4x32-10 of Random123's known-answer file.
@@ -42,15 +43,45 @@ def test_uniform_is_strictly_inside_and_even() -> None:
     assert abs(u.mean().item() - 0.5) < 0.003 and abs(u.var().item() - 1 / 12) < 0.002
 
 
-@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x1_0000_0001])
-def test_native_kernels_draw_the_same_noise(seed: int) -> None:
+def test_kernels_draw_the_same_noise(backend: Backend, seed: int) -> None:
     # With zero logits the pick of a column is the largest Gumbel draw of it, that is, the largest uniform.
-    shape = torch.Size([203, 7, 3])
-    blocks = torch.eye(7, dtype=torch.float64).expand(203, 7, 7)
+    rows = 17 if backend is TRITON else 203
+    shape = torch.Size([rows, 7, 3])
+    blocks = torch.eye(7, dtype=torch.float64).expand(rows, 7, 7)
     out = ops.multiplex(blocks, torch.zeros(shape, dtype=torch.float64), mode="gumbel", seed=seed)
     u = noise.uniform(torch.tensor(seed), shape, stream=noise.STREAM_MULTIPLEX, dtype=torch.float64, device=CPU)
-    assert torch.equal(out.argmax(-1), u.argmax(1))
+    assert torch.equal(out.argmax(-1).cpu(), u.argmax(1))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**62 + 3, -(2**63)])
+@pytest.mark.parametrize("start", [0, 2**32 - 2, 2**34 - 3, 2**40 + 1])
+def test_triton_follows_the_contract(seed: int, start: int) -> None:
+    import triton
+    import triton.language as tl
+
+    global uniform, uniform_kernel  # Triton looks names up in the module
+    from fastmod.kernels._common import uniform
+
+    @triton.jit
+    def uniform_kernel(out_ptr, seed_ptr, start_ptr, SIZE: tl.constexpr):  # noqa: N803
+        i = tl.arange(0, SIZE)
+        tl.store(out_ptr + i, uniform(tl.load(seed_ptr), tl.load(start_ptr) + i, tl.float64))
+
+    out = torch.empty(8, dtype=torch.float64)
+    uniform_kernel[(1,)](out, torch.tensor(seed), torch.tensor(start), SIZE=8)
+    index = torch.arange(start, start + 8)
+    group, mask = index // 4, 0xFFFFFFFF
+    zeros = torch.zeros_like(group)
+    key = torch.tensor(seed)
+    words = torch.stack(
+        noise.philox4x32((group & mask, group >> 32, zeros, zeros), (key & mask, (key >> 32) & mask)), dim=-1
+    )
+    word = words.gather(-1, (index % 4)[:, None])[:, 0]
+    assert torch.equal(out, ((word >> 9).double() + 0.5) * 2.0**-23)
+    if start == 0:
+        assert torch.equal(out, noise.uniform(key, torch.Size([8]), stream=0, dtype=torch.float64, device=CPU))
 
 
 @pytest.mark.parametrize("seed", [1.5, "1", True, torch.tensor(1.0), torch.tensor([1]), 2**64])

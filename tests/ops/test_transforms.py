@@ -15,7 +15,23 @@ from fastmod import nn
 from fastmod.samples import SAMPLES, Sample
 
 Function = Callable[..., tuple[Tensor, ...]]
-samples = pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: f"{s.op} {s.label}".replace(" ", "-"))
+
+
+def name_of(sample: Sample) -> str:
+    return f"{sample.op} {sample.label}".replace(" ", "-")
+
+
+samples = pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+#: With each sample the tensors that are batched; an op of one tensor has no others.
+choices = pytest.mark.parametrize(
+    ("sample", "which"),
+    [
+        pytest.param(sample, which, id=f"{name_of(sample)}-{which}")
+        for sample in SAMPLES
+        for which in ("all", "first", "others")
+        if which != "others" or len(sample.tensors(dtype=torch.float64)) > 1
+    ],
+)
 MODES = ("softmax", "gumbel")
 
 
@@ -171,14 +187,11 @@ def several(inputs: Sequence[Tensor], count: int = 3) -> list[Tensor]:
     return [torch.stack([t + 0.3 * torch.rand_like(t) * (i > 0) for i in range(count)]) for t in inputs]
 
 
-@pytest.mark.parametrize("which", ["all", "first", "others"])
-@samples
+@choices
 def test_vmap(sample: Sample, which: str) -> None:
     """Over every tensor, over the first alone (x, the blocks), over the parameters alone."""
     inputs = detached(sample)
     chosen = [which == "all" or (which == "first") == (i == 0) for i in range(len(inputs))]
-    if not any(chosen):
-        pytest.skip("the op has one tensor")
     many = [b if c else a for a, b, c in zip(inputs, several(inputs), chosen, strict=True)]
     in_dims = tuple(0 if c else None for c in chosen)
     alone = [[t[i] if c else t for t, c in zip(many, chosen, strict=True)] for i in range(3)]
@@ -201,13 +214,10 @@ def test_vmap(sample: Sample, which: str) -> None:
     torch.testing.assert_close(ours, by_hand)
 
 
-@pytest.mark.parametrize("which", ["all", "first", "others"])
-@samples
+@choices
 def test_per_sample_gradients(sample: Sample, which: str) -> None:
     inputs = detached(sample)
     chosen = [which == "all" or (which == "first") == (i == 0) for i in range(len(inputs))]
-    if not any(chosen):
-        pytest.skip("the op has one tensor")
     many = [b if c else a for a, b, c in zip(inputs, several(inputs), chosen, strict=True)]
     gradient = torch.func.grad(loss_of(sample), argnums=tuple(range(len(inputs))))
     found = torch.vmap(gradient, tuple(0 if c else None for c in chosen))(*many)

@@ -15,7 +15,7 @@ struct Definer {  // takes the place of the torch::Library that bindings.cpp fil
 
 #undef TORCH_LIBRARY_IMPL
 #define TORCH_LIBRARY_IMPL(name, key, m) static void define_all(Definer& m)
-#include "../../csrc/cuda/bindings.cpp"
+#include "../../../csrc/cuda/bindings.cpp"
 
 TORCH_LIBRARY(fastmod_cuda_host, m) {
   fastmod::cuda::bindings::Definer definer{m};

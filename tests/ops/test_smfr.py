@@ -9,8 +9,8 @@ import torch
 
 import fastmod
 from fastmod import ops
-from tests.agreement import assert_agrees, laid_out, opchecked, run
-from tests.test_mfnnr import GRAD_FACTOR, linears
+from tests.helpers.agreement import assert_agrees, laid_out, opchecked, run
+from tests.ops.test_mfnnr import GRAD_FACTOR, linears
 
 COUNTS = (3, 4, 4, 2)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.agreement import assert_agrees, laid_out, opchecked, run
+from tests.helpers.agreement import assert_agrees, laid_out, opchecked, run
 
 Sizes = tuple[int, int, int, int, int, int]  # batch, M, N, D, hidden, layers
 # A gradient passes up to nine products, whose factors multiply its error: among the draws one stands out by far, in the

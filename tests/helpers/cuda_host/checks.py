@@ -21,7 +21,8 @@ from fastmod.ops.mfnnr import reference as mfnnr_reference
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
 from fastmod.ops.sample_mask import reference as sample_mask_reference
-from tests.cuda_host import Harness, InOut, Out, UnavailableError
+from tests.helpers.agreement import assert_close
+from tests.helpers.cuda_host import Harness, InOut, Out, UnavailableError
 
 F32, F64 = torch.float32, torch.float64
 SOFTMAX, GUMBEL, ARGMAX = 0, 1, 2
@@ -57,7 +58,8 @@ def tsan() -> Iterator[Harness]:
 def random(*shape: int, dtype: torch.dtype = F32, scale: float = 1.0, seed: int = 0) -> Tensor:
     """In [-2, 2] * scale, exactly representable in ``dtype``."""
     generator = torch.Generator().manual_seed(seed + sum(shape) * 31)
-    return ((torch.rand(shape, generator=generator, dtype=F64) * 4 - 2) * scale).to(dtype)
+    drawn = torch.rand(shape, generator=generator, dtype=F64, device="cpu")
+    return ((drawn * 4 - 2) * scale).to(torch.get_default_device(), dtype)
 
 
 #: Name of a result -> what the kernel gave, what the reference gives in fp64, what it gives in the same dtype.
@@ -65,40 +67,8 @@ Results = dict[str, tuple[Tensor, Tensor, Tensor]]
 
 
 def assert_draws_close(draws: Sequence[Results], **scales: float) -> None:
-    """The worst errors of several draws are compared, since a single sum can be right by luck."""
     for name in draws[0]:
-        for got, exact, _ in (draw[name] for draw in draws):
-            assert got.shape == exact.shape, f"{name}: {tuple(got.shape)} != {tuple(exact.shape)}"
-        joined = [torch.cat([draw[name][i].flatten() for draw in draws]) for i in range(3)]
-        assert_close(name, *joined, scale=scales.get(name, 0.0))
-
-
-def assert_close(
-    name: str,
-    got: Tensor,
-    exact: Tensor,
-    usual: Tensor,
-    scale: float = 0.0,
-    factor: float = 2.0,
-    roundings: float = 2.0,
-) -> None:
-    """Error against fp64 at most ``factor`` times that of ``usual``, plain PyTorch in the same dtype, plus roundings.
-
-    ``scale``: in fp64, size of the terms of a sum that may cancel to something smaller.
-    """
-    assert got.shape == exact.shape, f"{name}: {tuple(got.shape)} != {tuple(exact.shape)}"
-    finite = exact.isfinite() & usual.isfinite()
-    torch.testing.assert_close(got[~finite], usual[~finite], equal_nan=True, msg=f"{name}: NaN or infinity differs")
-    if not finite.any():
-        return
-    epsilon, tiny = torch.finfo(got.dtype).eps, torch.finfo(got.dtype).smallest_normal
-    # In fp64 plain PyTorch is itself the measure: its error, which is as large as ours, reads zero.
-    units, scale = (64, scale) if got.dtype == F64 else (roundings, 0.0)
-    exact, got, usual = (t[finite].to(F64) for t in (exact, got, usual))
-    error, allowed = (got - exact).abs().max(), (usual - exact).abs().max()
-    slack = units * epsilon * exact.abs().max().clamp(min=scale) + tiny
-    slack += 100 * torch.finfo(F64).eps  # the fp64 reference rounds as well: 1 - sigmoid(36) has no digit left
-    assert error <= factor * allowed + slack, f"{name}: error {error:.3g}, plain PyTorch {allowed:.3g} + {slack:.3g}"
+        assert_close(name, [draw[name] for draw in draws], scale=scales.get(name, 0.0))
 
 
 def gradients(loss: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -206,7 +176,7 @@ def check_gate(harness: Harness, case: Gate) -> None:
     )  # fmt: skip
     names = ["out", "grad_x", "grad_new", "grad_gate"]
     for name, *values in zip(names, [out, *results], exact, usual, strict=True):
-        assert_close(name, *values)
+        assert_close(name, [values])
 
 
 # ---- range_penalty
@@ -236,13 +206,13 @@ def check_penalty(harness: Harness, sizes: Sequence[int], dtype: torch.dtype, sc
         return range_penalty_reference(logits, threshold)
 
     exact, usual = gradients(plain, [*tensors, grad], F64), gradients(plain, [*tensors, grad], dtype)
-    assert_close("penalty", total[0], exact[0], usual[0])
+    assert_close("penalty", [(total[0], exact[0], usual[0])])
     for i, tensor in enumerate(tensors):
         (got,) = harness.call(
             "range_penalty_backward", grad, tensor, Out(*tensor.shape, dtype=dtype), ints=[tensor.numel()],
             floats=[threshold], dtype=dtype,
         )  # fmt: skip
-        assert_close(f"grad {i}", got, exact[1 + i], usual[1 + i])
+        assert_close(f"grad {i}", [(got, exact[1 + i], usual[1 + i])])
 
 
 # ---- sample_mask
@@ -333,7 +303,7 @@ def check_mask(harness: Harness, case: Mask) -> None:
         "sample_mask_backward", grad, logits, weight, base, Out(count, dtype=dtype), seed, ints=ints,
         floats=[case.tau], dtype=dtype,
     )  # fmt: skip
-    assert_close("grad_logits", got, *mask_gradients(case, grad, logits, weight, base))
+    assert_close("grad_logits", [(got, *mask_gradients(case, grad, logits, weight, base))])
     sure = logits.abs() >= 1e4
     assert torch.equal(got[sure], torch.zeros(count, dtype=dtype)[sure] if base is None else base[sure])
 

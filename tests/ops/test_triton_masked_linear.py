@@ -11,9 +11,9 @@ from torch import Tensor
 import fastmod
 from fastmod import ops
 from fastmod.ops._checks import FLOAT_DTYPES
-from tests.agreement import assert_agrees, laid_out
-from tests.cuda_host.checks import INF, NAN, SEED, random
-from tests.interpreter import INTERPRETED, QUIET, drawing, interpreted, run_of, watched
+from tests.helpers.agreement import assert_agrees, laid_out
+from tests.helpers.cuda_host.checks import INF, NAN, SEED, random
+from tests.helpers.interpreter import INTERPRETED, QUIET, drawing, interpreted, run_of, watched
 
 pytestmark = QUIET
 test_in_the_interpreter = run_of(__file__)
