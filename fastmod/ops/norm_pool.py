@@ -24,19 +24,14 @@ def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, *, relu: bool = True) -> 
         ``[B, E, C]``.
     """
     chosen = backend.resolve("norm_pool", x)
-    if backend.checks_first(chosen):
-        _check(x, scale, shift, relu)
-    try:
-        wide = _images.affine(scale, x), _images.affine(shift, x)
-        if backend.autocast_enabled(x.device.type):
-            (x,) = backend.lowered(x)
-        if chosen == "reference":
-            with backend.reference_autocast(x):
-                return reference(x, *wide, relu)  # type: ignore[arg-type]
-        return _run(x, *wide, relu, chosen == "triton")  # type: ignore[arg-type]
-    except Exception:
-        _check(x, scale, shift, relu)
-        raise
+    _check(x, scale, shift, relu)
+    wide = _images.affine(scale, x), _images.affine(shift, x)
+    if backend.autocast_enabled(x.device.type):
+        (x,) = backend.lowered(x)
+    if chosen == "reference":
+        with backend.reference_autocast(x):
+            return reference(x, *wide, relu)  # type: ignore[arg-type]
+    return _run(x, *wide, relu, chosen == "triton")  # type: ignore[arg-type]
 
 
 def _check(x: Tensor, scale: Tensor, shift: Tensor, relu: bool) -> None:

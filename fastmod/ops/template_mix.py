@@ -26,7 +26,7 @@ def template_mix(logits: Tensor, bank: Tensor, mixing: str = "softmax") -> Tenso
     Returns:
         ``[..., P]``.
     """
-    chosen = backend.resolve("template_mix", bank)
+    chosen = backend.resolve("template_mix", logits)
     if backend.checks_first(chosen):
         _check(logits, bank, mixing)
     if chosen == "reference":
