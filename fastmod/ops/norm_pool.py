@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _images
 
 
-def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, *, relu: bool = True) -> Tensor:
+def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = True) -> Tensor:
     """Mean over the pixels of ``relu(scale * x + shift)``, in one pass over x.
 
     Args:
@@ -96,7 +97,7 @@ def _by_kernel(numbers: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]
 def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     _, relu, needs = numbers
     places = [i for i in range(3) if needs[i]]
-    return _autograd.pulled(lambda *values: reference(*values, relu), places, grad, *inputs)
+    return _autograd.pulled(partial(reference, relu=relu), places, grad, *inputs)
 
 
 @in_graph
