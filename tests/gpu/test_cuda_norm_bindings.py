@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fastmod.ops._checks import FLOAT_DTYPES
 from fastmod.ops.batch_affine import reference as batch_affine_reference
-from tests.cuda_host import build_bindings
-from tests.cuda_host import norm_conv as conv
-from tests.cuda_host import norm_sum as sums
-from tests.cuda_host.checks import F32, F64, assert_close, random
-from tests.cuda_host.norm_conv import Conv
-from tests.cuda_host.norm_sum import Sum
+from tests.helpers.cuda_host import build_bindings
+from tests.helpers.cuda_host import norm_conv as conv
+from tests.helpers.cuda_host import norm_sum as sums
+from tests.helpers.cuda_host.checks import F32, F64, assert_close, random
+from tests.helpers.cuda_host.norm_conv import Conv
+from tests.helpers.cuda_host.norm_sum import Sum
 
 
 @pytest.fixture(scope="module")

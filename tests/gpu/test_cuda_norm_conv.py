@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fastmod.ops._checks import FLOAT_DTYPES
-from tests.cuda_host import Harness, checks
-from tests.cuda_host.checks import F64, INF, NAN
-from tests.cuda_host.norm_conv import Conv, check_conv, inputs_of, results, run, values
+from tests.helpers.cuda_host import Harness, checks
+from tests.helpers.cuda_host.checks import F64, INF, NAN
+from tests.helpers.cuda_host.norm_conv import Conv, check_conv, inputs_of, results, run, values
 
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fastmod.ops._checks import FLOAT_DTYPES
-from tests.cuda_host import Harness, InOut, Out, checks
-from tests.cuda_host.checks import F32, F64, assert_close, random
-from tests.cuda_host.norm_sum import Sum, check_sum
+from tests.helpers.cuda_host import Harness, InOut, Out, checks
+from tests.helpers.cuda_host.checks import F32, F64, assert_close, random
+from tests.helpers.cuda_host.norm_sum import Sum, check_sum
 
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda_host import CrashError, Harness, InOut, LaunchError, Out, checks
-from tests.cuda_host.checks import F32, F64, INF, NAN, random
+from tests.helpers.cuda_host import CrashError, Harness, InOut, LaunchError, Out, checks
+from tests.helpers.cuda_host.checks import F32, F64, INF, NAN, random
 
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.cuda_host import Harness, Out
-from tests.cuda_host.checks import F32, F64, Results, assert_draws_close, random
+from tests.helpers.cuda_host import Harness, Out
+from tests.helpers.cuda_host.checks import F32, F64, Results, assert_draws_close, random
 
 NAMES = ("grad_x", "grad_weight", "grad_scale", "grad_shift", "grad_channel_gate", "grad_bias")
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.cuda_host import Harness, Out
-from tests.cuda_host.checks import F32, F64, Results, assert_draws_close, random
-from tests.cuda_host.norm_conv import inner, outer
+from tests.helpers.cuda_host import Harness, Out
+from tests.helpers.cuda_host.checks import F32, F64, Results, assert_draws_close, random
+from tests.helpers.cuda_host.norm_conv import inner, outer
 
 NAMES = ("x", "scale", "shift", "residual", "residual_scale", "residual_shift", "gate")
 
