@@ -1,11 +1,28 @@
 """The layers: modules over ``fastmod.ops``, with parameters named and shaped as in ``nn.Linear``."""
 
+from fastmod.nn.compositional import Compositional
 from fastmod.nn.expert_mixture import ExpertMixture
 from fastmod.nn.expert_stack import ExpertStack
 from fastmod.nn.fnnr import FNNR
 from fastmod.nn.gater import Gater
+from fastmod.nn.isometric_block import IsometricBlock
 from fastmod.nn.mfnnr import MFNNR, Routing
 from fastmod.nn.multiplexer import Multiplexer
+from fastmod.nn.signatures import make_signature
 from fastmod.nn.smfr import SMFR
+from fastmod.nn.template_bank import TemplateBank
 
-__all__ = ["FNNR", "MFNNR", "SMFR", "ExpertMixture", "ExpertStack", "Gater", "Multiplexer", "Routing"]
+__all__ = [
+    "FNNR",
+    "MFNNR",
+    "SMFR",
+    "Compositional",
+    "ExpertMixture",
+    "ExpertStack",
+    "Gater",
+    "IsometricBlock",
+    "Multiplexer",
+    "Routing",
+    "TemplateBank",
+    "make_signature",
+]

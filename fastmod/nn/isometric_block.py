@@ -1,0 +1,171 @@
+"""The residual block of isometric nets, as ordinary modules and, over weights of several tasks, on the fused ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmod.nn import _parts
+from fastmod.nn._mix import norm_pool
+from fastmod.nn._pending import Pending, convolve, finish, values_per_channel
+from fastmod.ops._checks import compute_dtype
+from fastmod.ops.batch_affine import Affine, batch_affine
+from fastmod.ops.norm_conv import norm_conv
+
+Tensors = Mapping[str, Tensor]
+
+
+class IsometricBlock(nn.Module):
+    """``[B, C, H, W]`` -> ``[B, C, H, W]``, like the block of MobileNetV3, with batch norm after every convolution.
+
+    1x1 ``expand`` and ReLU, 3x3 ``depthwise`` and ReLU, squeeze-excite (the mean over the pixels, ``squeeze`` to a
+    quarter and ReLU, ``excite`` and sigmoid), 1x1 ``project``, plus the input; no ReLU after the sum.
+
+    Args:
+        channels: C.
+        se: whether there is a squeeze-excite.
+        expansion: channels inside, as a multiple of C.
+        bias: whether the convolutions have biases; those of the squeeze-excite never do.
+        second_input: whether ``expand`` reads further C channels, ``forward(x, other)``, beside those of x.
+
+    ``forward`` is ordinary PyTorch. ``forward_stacked`` computes the same for T tasks side by side on fused ops, where
+    no expanded tensor is normalised, activated or gated by a pass of its own.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        se: bool = True,
+        *,
+        expansion: int = 6,
+        bias: bool = False,
+        second_input: bool = False,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+    ) -> None:
+        super().__init__()
+        _parts.positive_sizes(channels=channels, expansion=expansion)
+        wide = expansion * channels
+        self.channels, self.second_input = channels, second_input
+        self.expand = nn.Conv2d(2 * channels if second_input else channels, wide, 1, bias=bias)
+        self.expand_norm = nn.BatchNorm2d(wide, eps, momentum)
+        self.depthwise = nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=bias)
+        self.depthwise_norm = nn.BatchNorm2d(wide, eps, momentum)
+        self.squeeze: nn.Conv2d | None = None
+        if se:
+            self.squeeze = nn.Conv2d(wide, max(wide // 4, 1), 1, bias=False)
+            self.squeeze_norm = nn.BatchNorm2d(self.squeeze.out_channels, eps, momentum)
+            self.excite = nn.Conv2d(self.squeeze.out_channels, wide, 1, bias=False)
+            self.excite_norm = nn.BatchNorm2d(wide, eps, momentum)
+        self.project = nn.Conv2d(wide, channels, 1, bias=bias)
+        self.project_norm = nn.BatchNorm2d(channels, eps, momentum)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Convolutions normal with variance 2 / fan-out, as He et al. start them; biases 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        y = F.relu(self.expand_norm(self.expand(self._inputs(x, other, 1))))
+        y = F.relu(self.depthwise_norm(self.depthwise(y)))
+        if self.squeeze is not None:
+            gate = F.relu(self.squeeze_norm(self.squeeze(y.mean((2, 3), keepdim=True))))
+            y = y * torch.sigmoid(self.excite_norm(self.excite(gate)))
+        return x + self.project_norm(self.project(y))
+
+    def _inputs(self, x: Tensor, other: Tensor | None, dim: int) -> Tensor:
+        if self.second_input != (other is not None):
+            raise ValueError(f"other: expected {'a second input' if self.second_input else 'none'}")
+        return x if other is None else torch.cat([x, other], dim)
+
+    def forward_stacked(self, x: Tensor, weights: Tensors, buffers: Tensors, other: Tensor | None = None) -> Tensor:
+        """``[B, T, C, H, W]`` -> the same, task t with the weights ``[T, ...]`` and the statistics ``[T, ...]`` at t.
+
+        ``num_batches_tracked`` is left to the caller.
+        """
+        y = self._convolved("expand", self._inputs(x, other, 2), weights, buffers, relu=True)
+        y = self._convolved("depthwise", y, weights, buffers, relu=True)
+        gate = None if self.squeeze is None else self._gate(y, weights, buffers)
+        return finish(self._convolved("project", y, weights, buffers, gate=gate), x, relu=False)
+
+    def _convolved(
+        self,
+        name: str,
+        x: Tensor | Pending,
+        weights: Tensors,
+        buffers: Tensors,
+        *,
+        relu: bool = False,
+        gate: Tensor | None = None,
+    ) -> Pending:
+        """A convolution and its batch norm, which is still to be applied."""
+        training = self._norm(name).training
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        if gate is None:
+            found = convolve(x, weight, bias, depthwise=name == "depthwise", stats=training)
+        else:
+            assert isinstance(x, Pending)
+            found = norm_conv(
+                x.images,
+                weight,
+                scale=x.scale,
+                shift=x.shift,
+                relu=x.relu,
+                channel_gate=gate,
+                bias=bias,
+                stats=training,
+            )
+        count = values_per_channel(found.y, training)
+        affine = self._affine(name, found.mean, found.var, count, weights, buffers)
+        return Pending(found.y, affine.scale, affine.shift, relu)
+
+    def _gate(self, y: Pending, weights: Tensors, buffers: Tensors) -> Tensor:
+        """``[B, T, C]`` in the dtype of the images."""
+        assert y.scale is not None and y.shift is not None
+        pooled = norm_pool(y.images, y.scale, y.shift, relu=True)  # [B, T, C]
+        squeezed = self._vectors("squeeze", pooled, weights, buffers).relu()
+        return self._vectors("excite", squeezed, weights, buffers).sigmoid().to(y.images.dtype)
+
+    def _vectors(self, name: str, x: Tensor, weights: Tensors, buffers: Tensors) -> Tensor:
+        """A 1x1 convolution of one pixel and its batch norm, ``[B, T, C]`` -> ``[B, T, C']``."""
+        weight = weights[f"{name}.weight"].flatten(2)  # [T, C', C]
+        y = torch.einsum("bti,toi->bto", x, weight.to(x.dtype))
+        y = y.to(compute_dtype(y))
+        mean = var = None
+        if self._norm(name).training:
+            if y.shape[0] == 1:
+                raise ValueError(
+                    f"Expected more than 1 value per channel when training, got input size {list(y.shape)}"
+                )
+            var, mean = torch.var_mean(y, 0, correction=0)
+        affine = self._affine(name, mean, var, y.shape[0], weights, buffers)
+        return y * affine.scale + affine.shift
+
+    def _norm(self, name: str) -> nn.BatchNorm2d:
+        norm = getattr(self, f"{name}_norm")
+        assert isinstance(norm, nn.BatchNorm2d)
+        return norm
+
+    def _affine(
+        self, name: str, mean: Tensor | None, var: Tensor | None, count: int, weights: Tensors, buffers: Tensors
+    ) -> Affine:
+        norm, prefix = self._norm(name), f"{name}_norm."
+        return batch_affine(
+            mean,
+            var,
+            weights[prefix + "weight"],
+            weights[prefix + "bias"],
+            buffers[prefix + "running_mean"],
+            buffers[prefix + "running_var"],
+            count=count,
+            training=norm.training,
+            momentum=0.0 if norm.momentum is None else norm.momentum,
+            eps=norm.eps,
+        )
