@@ -90,8 +90,8 @@ class Compositional(nn.Module):
         if not self.fused and type(block) not in _told:
             _told.add(type(block))
             warnings.warn(
-                f"fastmod.nn.Compositional: {type(block).__name__} has no forward_stacked and is not on the fused path; "
-                "it runs as it is written over the mixed weights, through torch.func.functional_call",
+                f"fastmod.nn.Compositional: {type(block).__name__} has no forward_stacked and is not on the fused "
+                "path; it runs as it is written over the mixed weights, through torch.func.functional_call",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -283,8 +283,8 @@ class Compositional(nn.Module):
         return found
 
     def cluster_penalty(self, squared: bool = False) -> Tensor:
-        """``sum_k xi_k ||mixture - template_k||``, over all layers and tasks: draws shares to one template and templates
-        together; ``fastmod.ops.cluster_penalty``."""
+        """``sum_k xi_k ||mixture - template_k||``, over all layers and tasks: draws shares to one template and
+        templates together; see ``fastmod.ops.cluster_penalty``."""
         return cluster_penalty(self._learned("cluster_penalty"), self.bank.weight, squared=squared)
 
     def entropy_penalty(self) -> Tensor:
@@ -321,7 +321,7 @@ class Compositional(nn.Module):
         Statistics, and scales and shifts per task, are copied from the task with the largest coefficient.
         """
         old = self.tasks
-        coefficients = self._coefficients(init, accuracies, loss)
+        coefficients = self.coefficients(init, accuracies, loss)
         source = 0 if coefficients is None else int(coefficients.argmax())
         if self.fixed is not None:
             if isinstance(init, bool) or not isinstance(init, int):
@@ -341,7 +341,7 @@ class Compositional(nn.Module):
             self._learn(old, loss, steps, lr)
         return old
 
-    def _coefficients(
+    def coefficients(
         self, init: int | str | Sequence[float], accuracies: Sequence[float] | None, loss: Callable[[], Tensor] | None
     ) -> Tensor | None:
         """Of the tasks there are; None where the shares are drawn."""

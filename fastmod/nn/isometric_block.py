@@ -166,6 +166,6 @@ class IsometricBlock(nn.Module):
             buffers[prefix + "running_var"],
             count=count,
             training=norm.training,
-            momentum=0.0 if norm.momentum is None else norm.momentum,
+            momentum=norm.momentum,  # type: ignore[arg-type]
             eps=norm.eps,
         )
