@@ -34,8 +34,8 @@ class IsometricNet(nn.Module):
         norm, mixing, init, signature, share_layers: of :class:`fastmod.nn.Compositional`; with ``norm="per_task"`` the
             adapters' scales and shifts, too, are a task's own.
 
-    Parameters: ``input_adapter``, ``body`` (``bank.weight`` [K, P], ``logits`` [T, L, K]), ``output_adapter``, ``head``.
-    Every one has a dense gradient whichever task a batch belongs to.
+    Parameters: those of ``input_adapter``, ``body`` (``bank.weight`` [K, P], ``logits`` [T, L, K]), ``output_adapter``
+    and ``head``. Every one has a dense gradient whichever task a batch belongs to.
     """
 
     def __init__(

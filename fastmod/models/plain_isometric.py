@@ -27,7 +27,9 @@ class PlainIsometricNet(nn.Module):
         self.tasks, self.layers, self.norm, self.fixed = body.tasks, body.layers, body.norm, body.fixed
         self.shared = [i for i, shared in enumerate(body._shared.tolist()) if shared]  # type: ignore[operator]
         self.se = "squeeze.weight" in bank.shapes
-        self.eps, self.momentum = bank.block.expand_norm.eps, bank.block.expand_norm.momentum  # type: ignore[union-attr]
+        norm = bank.block.expand_norm
+        assert isinstance(norm, nn.BatchNorm2d) and norm.momentum is not None
+        self.eps, self.momentum = norm.eps, norm.momentum
         self.templates = nn.ParameterDict({_key(n): _copy(w) for n, w in bank.split(bank.weight).items()})
         self.logits = None if body.logits is None else _copy(body.logits)
         self.norms = nn.ParameterDict()
@@ -56,7 +58,7 @@ class PlainIsometricNet(nn.Module):
 
     def _one(self, x: Tensor, task: int) -> Tensor:
         weights = self._weights(task)
-        x = F.conv2d(x, self.enter["weight"], self.enter["bias"] if "bias" in self.enter else None, self.patch)
+        x = F.conv2d(x, self.enter["weight"], self.enter.get("bias"), self.patch)
         first = x = F.relu(self._adapter_norm(x, self.enter_norm, task))
         for layer in range(self.layers):
             own = {n: w[layer] for n, w in weights.items()}
@@ -67,7 +69,7 @@ class PlainIsometricNet(nn.Module):
         """Every tensor of all layers, ``[L, ...]``: a matrix product each."""
         if self.fixed is not None:
             chosen = self.fixed[task]
-            found = {n: [w[k] for k in chosen] for n, w in self.templates.items()}
+            found = {n: torch.stack([w[k] for k in chosen]) for n, w in self.templates.items()}
         else:
             assert self.logits is not None
             rows = [self.logits[0 if layer in self.shared else task, layer] for layer in range(self.layers)]
@@ -99,7 +101,7 @@ class PlainIsometricNet(nn.Module):
         return x + norm(F.conv2d(y, w["project/weight"], w.get("project/bias")), "project")
 
     def _leave(self, x: Tensor, task: int) -> Tensor:
-        bias = [self.leave[f"bias{i}"] if f"bias{i}" in self.leave else None for i in (1, 2)]
+        bias = [self.leave.get(f"bias{i}") for i in (1, 2)]
         x = F.conv2d(x, self.leave["weight1"][:, :, None, None], bias[0])
         if len(self.leave_norms):
             x = self._adapter_norm(x, self.leave_norms[0], task)

@@ -1,5 +1,6 @@
 """The layers: modules over ``fastmod.ops``, with parameters named and shaped as in ``nn.Linear``."""
 
+from fastmod.nn.compose import Composition, compose_
 from fastmod.nn.compositional import Compositional
 from fastmod.nn.expert_mixture import ExpertMixture
 from fastmod.nn.expert_stack import ExpertStack
@@ -16,6 +17,7 @@ __all__ = [
     "FNNR",
     "MFNNR",
     "SMFR",
+    "Composition",
     "Compositional",
     "ExpertMixture",
     "ExpertStack",
@@ -24,5 +26,6 @@ __all__ = [
     "Multiplexer",
     "Routing",
     "TemplateBank",
+    "compose_",
     "make_signature",
 ]
