@@ -248,6 +248,14 @@ inline void check_norm_sum(const at::Tensor& x, const at::Tensor& scale, const a
   TORCH_CHECK_VALUE(gate->sizes() == x.sizes().slice(0, 2), "gate: expected [B, E], got ", gate->sizes());
 }
 
+inline void check_norm_pool(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& shift) {
+  check_float(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 5 && x.size(3) > 0 && x.size(4) > 0, "x: expected [B, E, C, H, W] with pixels, got ",
+                    x.sizes());
+  check_affine(x, scale, x.size(1), "scale");
+  check_affine(x, shift, x.size(1), "shift");
+}
+
 inline void check_batch_affine(const at::Tensor& mean, const at::Tensor& var, const std::optional<at::Tensor>& weight,
                                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
                                const std::optional<at::Tensor>& running_var) {
@@ -264,6 +272,28 @@ inline void check_batch_affine(const at::Tensor& mean, const at::Tensor& var, co
     TORCH_CHECK_VALUE(tensor->value().sizes() == mean.sizes(), "expected ", mean.sizes(), ", got ",
                       tensor->value().sizes());
   }
+}
+
+// ---- mixtures of templates
+
+inline void check_bank(const at::Tensor& bank) {
+  check_float(bank, "bank");
+  TORCH_CHECK_VALUE(bank.dim() == 2 && bank.size(0) > 0, "bank: expected [K, P] with K >= 1, got ", bank.sizes());
+}
+
+inline void check_logits(const at::Tensor& logits) {
+  check_float(logits, "logits");
+  TORCH_CHECK_VALUE(logits.dim() >= 1 && logits.size(-1) > 0, "logits: expected [..., K] with K >= 1, got ",
+                    logits.sizes());
+}
+
+inline void check_template_mix(const at::Tensor& logits, const at::Tensor& bank, int64_t mixing) {
+  check_bank(bank);
+  check_logits(logits);
+  check_like(bank, logits, "logits");
+  TORCH_CHECK_VALUE(logits.size(-1) == bank.size(0), "logits: expected [..., ", bank.size(0), "], got ",
+                    logits.sizes());
+  TORCH_CHECK_VALUE(mixing >= 0 && mixing <= 2, "mixing: expected 0 (softmax), 1 (tanh) or 2 (none), got ", mixing);
 }
 
 }  // namespace fastmod

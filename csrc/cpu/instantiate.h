@@ -17,6 +17,9 @@ namespace FASTMOD_ISA {
 #include "winograd.h"
 #include "norm_conv_kernel.h"
 #include "norm_sum_kernel.h"
+#include "norm_pool_kernel.h"
+#include "template_mix_kernel.h"
+#include "cluster_penalty_kernel.h"
 
 template <typename T>
 constexpr KernelTable<T> make_table() {
@@ -49,6 +52,13 @@ constexpr KernelTable<T> make_table() {
       .norm_conv_backward = norm_conv_backward<T>,
       .norm_sum_forward = norm_sum_forward<T>,
       .norm_sum_backward = norm_sum_backward<T>,
+      .norm_pool_forward = norm_pool_forward<T>,
+      .norm_pool_backward = norm_pool_backward<T>,
+      .template_mix_forward = template_mix_forward<T>,
+      .template_mix_scratch = template_mix_scratch<T>,
+      .template_mix_backward = template_mix_backward<T>,
+      .cluster_penalty_forward = cluster_penalty_forward<T>,
+      .cluster_penalty_backward = cluster_penalty_backward<T>,
   };
 }
 

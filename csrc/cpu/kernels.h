@@ -161,6 +161,29 @@ struct NormSumArgs {
   T* grad_gate;                                      // [B, E] or null
 };
 
+// The spatial mean of relu(scale * x + shift) of images [B, E, H * W, C].
+template <typename T>
+struct NormPoolArgs {
+  int64_t experts, pixels, channels;
+  bool relu;
+  const T *x, *scale, *shift;
+  T* out;  // [B, E, C], forward only
+  const T* grad;
+  T* grad_x;
+  T *grad_scale, *grad_shift;  // [B, E, C]; all three may be null
+};
+
+// Mixtures of templates: weights [R, K] times bank [K, P].
+template <typename T>
+struct TemplateMixArgs {
+  int64_t rows, templates, size;
+  int64_t tile;  // columns of the bank that stay in cache for all rows
+  const T *weights, *bank;
+  T* out;         // [R, P], forward only
+  const T* grad;  // [R, P], backward only
+  T* grad_bank;   // or null
+};
+
 template <typename T>
 struct KernelTable {
   // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
@@ -194,6 +217,15 @@ struct KernelTable {
                              T* scratch);
   void (*norm_sum_forward)(const NormSumArgs<T>&, int64_t image);
   void (*norm_sum_backward)(const NormSumArgs<T>&, int64_t image);
+  void (*norm_pool_forward)(const NormPoolArgs<T>&, int64_t index);  // image * experts + expert
+  void (*norm_pool_backward)(const NormPoolArgs<T>&, int64_t index);
+  void (*template_mix_forward)(const TemplateMixArgs<T>&, int64_t first, int64_t columns);
+  int64_t (*template_mix_scratch)(const TemplateMixArgs<T>&);
+  void (*template_mix_backward)(const TemplateMixArgs<T>&, int64_t first, int64_t end, T* grad_weights, T* scratch);
+  // Some columns of a bank [templates, size]: `bank` and `out` point at the first of them.
+  void (*cluster_penalty_forward)(const T* bank, int64_t templates, int64_t size, int64_t columns, double* sums);
+  void (*cluster_penalty_backward)(const T* bank, const T* weights, int64_t templates, int64_t size, int64_t columns,
+                                   T* out);
 };
 
 struct Kernels {

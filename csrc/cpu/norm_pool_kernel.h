@@ -1,0 +1,72 @@
+// Spatial mean of relu(scale * x + shift) of images [H, W, C]. Included once per ISA by instantiate.h.
+
+// step(p, sums) for the pixels at p = first, first + channels, .. below size; add(sums) after every run of them. kWays sums
+// in flight hide each other's latency, and short sums, then their sum, lose fewer digits than one long sum.
+template <int kWays, typename Sums, typename Step, typename Add>
+FASTMOD_INLINE void by_pixels(int64_t first, int64_t size, int64_t channels, const Step& step, const Add& add) {
+  constexpr int64_t kRun = 128;
+  for (int64_t begin = first; begin < size; begin += kRun * channels) {
+    const int64_t end = std::min(size, begin + kRun * channels);
+    Sums sums[kWays] = {};
+    int64_t p = begin;
+    for (; p + (kWays - 1) * channels < end; p += kWays * channels)
+#pragma GCC unroll 4
+      for (int i = 0; i < kWays; ++i) step(p + i * channels, sums[i]);
+    for (; p < end; p += channels) step(p, sums[0]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kWays; ++i) add(sums[i]);
+  }
+}
+
+template <typename T>
+void norm_pool_forward(const NormPoolArgs<T>& args, int64_t index) {
+  const int64_t channels = args.channels, size = args.pixels * channels;
+  const int64_t expert = index % args.experts;
+  const T* x = args.x + index * size;
+  by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
+    const int64_t at = expert * channels + c;
+    const Vec<T> scale = load_lanes(args.scale + at, left), shift = load_lanes(args.shift + at, left);
+    Vec<T> total{};
+    by_pixels<4, Vec<T>>(
+        c, size, channels,
+        [&](int64_t p, Vec<T>& sum) FASTMOD_INLINE_LAMBDA {
+          const Vec<T> value = scale * load_lanes(x + p, left) + shift;
+          sum += args.relu ? maximum<T>(value, Vec<T>{}) : value;
+        },
+        [&](const Vec<T>& sum) FASTMOD_INLINE_LAMBDA { total += sum; });
+    store_lanes(args.out + index * channels + c, total / T(args.pixels), left);
+  });
+}
+
+template <typename T>
+void norm_pool_backward(const NormPoolArgs<T>& args, int64_t index) {
+  struct Sums {
+    Vec<T> scale, shift;
+  };
+  const int64_t channels = args.channels, size = args.pixels * channels;
+  const int64_t expert = index % args.experts;
+  const T* x = args.x + index * size;
+  T* grad_x = args.grad_x ? args.grad_x + index * size : nullptr;
+  by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
+    const int64_t at = expert * channels + c, place = index * channels + c;
+    const Vec<T> scale = load_lanes(args.scale + at, left), shift = load_lanes(args.shift + at, left);
+    const Vec<T> grad = load_lanes(args.grad + place, left) / T(args.pixels);
+    Sums total{};
+    by_pixels<2, Sums>(
+        c, size, channels,
+        [&](int64_t p, Sums& sums) FASTMOD_INLINE_LAMBDA {
+          const Vec<T> in = load_lanes(x + p, left);
+          Vec<T> g = grad;
+          if (args.relu) g = scale * in + shift <= Vec<T>{} ? Vec<T>{} : g;
+          sums.shift += g;
+          sums.scale += g * in;
+          if (grad_x) store_lanes(grad_x + p, g * scale, left);
+        },
+        [&](const Sums& sums) FASTMOD_INLINE_LAMBDA {
+          total.shift += sums.shift;
+          total.scale += sums.scale;
+        });
+    if (args.grad_scale) store_lanes(args.grad_scale + place, total.scale, left);
+    if (args.grad_shift) store_lanes(args.grad_shift + place, total.shift, left);
+  });
+}

@@ -1,0 +1,113 @@
+"""Loss that draws each layer's mixture to one template: ``cluster_penalty``.
+
+All distances follow from the table of squared distances between templates, [K, K]: the kernels make it and its
+gradient, which is all that is as large as the bank. The rest is plain PyTorch on a few numbers, in fp64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fastmod import backend
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks
+from fastmod.ops.template_mix import check_mixture
+
+
+def cluster_penalty(logits: Tensor, bank: Tensor, squared: bool = False) -> Tensor:
+    """Sum over rows of ``sum_k xi[k] * ||mixture - bank[k]||``, ``xi`` the softmax, ``mixture = xi @ bank``.
+
+    Right to the last digits near one-hot rows. At distance 0 (a one-hot row, equal templates) its subgradient is 0.
+
+    Args:
+        logits: ``[..., K]``.
+        bank: ``[K, P]``.
+        squared: take squared distances.
+
+    Returns:
+        A scalar, in fp64 for fp64 tensors, else in fp32.
+    """
+    chosen = backend.resolve("cluster_penalty", bank)
+    _checks.flag("squared", squared)
+    check_mixture(logits, bank)
+    table = distances(bank) if chosen == "reference" else _run(bank, chosen == "triton")
+    return from_table(logits, table, squared).to(_checks.compute_dtype(bank))
+
+
+def distances(bank: Tensor) -> Tensor:
+    """``||bank[j] - bank[k]||^2``, [K, K], fp64, in plain PyTorch; reduced precision is computed in fp32.
+
+    By differences, a template at a time: norms minus products would lose the distances of near templates.
+    """
+    wide = bank.to(_checks.compute_dtype(bank))
+    rows = [
+        functional.pad((wide[k + 1 :] - wide[k]).square().sum(-1).double(), (k + 1, 0)) for k in range(bank.shape[0])
+    ]
+    upper = torch.stack(rows)
+    return upper + upper.mT
+
+
+def from_table(logits: Tensor, table: Tensor, squared: bool) -> Tensor:
+    """The penalty from squared distances [K, K]."""
+    count = table.shape[-1]
+    xi = logits.double().softmax(-1).reshape(-1, count)  # [R, K]
+    if squared:  # sum_k xi_k r_k^2 = sum_ij xi_i xi_j D_ij / 2
+        return 0.5 * ((xi @ table) * xi).sum()
+    # r_k^2 = (sum_j xi_j) * (sum_j xi_j D_jk) - sum_ij xi_i xi_j D_ij / 2, all i, j but k: with k itself in the sums
+    # large terms would cancel near one-hot.
+    others = xi[:, None, :] * (
+        1 - torch.eye(count, dtype=xi.dtype, device=xi.device)
+    )  # [R, K, K]: in row k without xi_k
+    near = others @ table  # [R, K, K]
+    square = others.sum(-1) * near.diagonal(dim1=-2, dim2=-1) - 0.5 * (near * others).sum(-1)  # [R, K]
+    zero = square <= 0  # there the root has no derivative; a NaN passes
+    return (xi * torch.where(zero, 0.0, torch.where(zero, 1.0, square).sqrt())).sum()
+
+
+def fake_forward(bank: Tensor) -> Tensor:
+    return bank.new_empty((bank.shape[0], bank.shape[0]), dtype=torch.float64)
+
+
+def fake_backward(grad: Tensor, bank: Tensor) -> Tensor:
+    _checks.one_device(grad, bank)
+    return bank.new_empty(bank.shape)
+
+
+#: bank [K, P] -> squared distances [K, K], fp64
+FORWARD = _autograd.define("cluster_penalty_forward(Tensor bank) -> Tensor", fake_forward)
+#: gradient of the bank from that of the distances, [K, K], fp64
+BACKWARD = _autograd.define("cluster_penalty_backward(Tensor grad, Tensor bank) -> Tensor", fake_backward)
+
+
+class Distances(_autograd.Op):
+    @staticmethod
+    def forward(triton: bool, bank: Tensor) -> Tensor:
+        return FORWARD[triton](bank)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.triton = inputs[0]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, *_autograd.gradients(_by_kernel, _by_reference, ctx.triton, grad, *ctx.saved_tensors)
+
+
+def _by_kernel(triton: bool, grad: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
+    return (BACKWARD[triton](grad, bank),)
+
+
+def _by_reference(triton: bool, grad: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
+    return _autograd.pulled(distances, [0], grad, bank)
+
+
+@in_graph
+def _run(bank: Tensor, triton: bool) -> Tensor:
+    if _autograd.wanted(bank):
+        return _autograd.apply(Distances, triton, bank)
+    return FORWARD[triton](bank)

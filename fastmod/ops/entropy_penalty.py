@@ -1,0 +1,110 @@
+"""Loss that makes mixtures choose: ``entropy_penalty``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmod import backend
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks
+from fastmod.ops.template_mix import check_logits
+
+
+def entropy_penalty(logits: Tensor) -> Tensor:
+    """Sum over rows of the entropy of ``softmax(logits)``, in nats; right to the last digits near one-hot rows.
+
+    Args:
+        logits: ``[..., K]``.
+
+    Returns:
+        A scalar, in fp64 for fp64 logits, else in fp32.
+    """
+    chosen = backend.resolve("entropy_penalty", logits)
+    if backend.checks_first(chosen):
+        check_logits(logits)
+    if chosen == "reference":
+        return reference(logits)
+    try:
+        if backend.autocast_enabled(logits.device.type) and logits.dtype != torch.float64:
+            logits = logits.float()  # a penalty is a loss and stays in fp32
+        return _run(logits, chosen == "triton")
+    except Exception:
+        check_logits(logits)
+        raise
+
+
+def reference(logits: Tensor) -> Tensor:
+    """Plain PyTorch; reduced precision is computed in fp32."""
+    return each(logits.to(_checks.compute_dtype(logits))).sum()
+
+
+def each(logits: Tensor) -> Tensor:
+    """The entropies of rows [..., K]: with u = largest logit - logit, log(1 + sum of the others' exp(-u)) + mean of u.
+
+    All terms are positive. In -sum(p log p) the largest p, a rounded 1, would lose what the others leave of it.
+    """
+    place = logits.argmax(-1, keepdim=True)
+    largest = logits.gather(-1, place)
+    is_largest = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, place, True)
+    gone = (logits == -_checks.INFINITY) & (largest != -_checks.INFINITY)
+    left_out = (is_largest & ~logits.isnan()) | gone
+    apart = torch.where(left_out, 0.0, largest - torch.where(gone, 0.0, logits))
+    shares = torch.where(left_out, 0.0, (-apart).exp())
+    total = shares.sum(-1)
+    return torch.log1p(total) + (shares * apart).sum(-1) / (1 + total)
+
+
+def fake_forward(logits: Tensor) -> Tensor:
+    return logits.new_empty((), dtype=_checks.compute_dtype(logits))
+
+
+def fake_backward(grad: Tensor, logits: Tensor) -> Tensor:
+    _checks.one_device(grad, logits)
+    return logits.new_empty(logits.shape)
+
+
+def _forward_rule(overload: Any) -> _autograd.Rule:
+    def rule(info: Any, in_dims: tuple[Any, ...], logits: Tensor) -> tuple[Any, Any]:
+        many = _autograd.in_front(info, logits, in_dims[0])
+        rows = each(many.to(_checks.compute_dtype(many)))  # [V, ...]
+        return rows.reshape(rows.shape[0], -1).sum(-1), 0
+
+    return rule
+
+
+#: logits [..., K] -> scalar
+FORWARD = _autograd.define("entropy_penalty_forward(Tensor logits) -> Tensor", fake_forward, _forward_rule)
+BACKWARD = _autograd.define("entropy_penalty_backward(Tensor grad, Tensor logits) -> Tensor", fake_backward)
+
+
+class EntropyPenalty(_autograd.Op):
+    @staticmethod
+    def forward(triton: bool, logits: Tensor) -> Tensor:
+        return FORWARD[triton](logits)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.triton = inputs[0]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, *_autograd.gradients(_by_kernel, _by_reference, ctx.triton, grad, *ctx.saved_tensors)
+
+
+def _by_kernel(triton: bool, grad: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+    return (BACKWARD[triton](grad, logits),)
+
+
+def _by_reference(triton: bool, grad: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+    return _autograd.pulled(reference, [0], grad, logits)
+
+
+@in_graph
+def _run(logits: Tensor, triton: bool) -> Tensor:
+    if _autograd.wanted(logits):
+        return _autograd.apply(EntropyPenalty, triton, logits)
+    return FORWARD[triton](logits)

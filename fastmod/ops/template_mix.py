@@ -1,0 +1,145 @@
+"""Weights of many layers as mixtures of few templates: ``template_mix``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastmod import backend
+from fastmod._compiler import in_graph
+from fastmod.ops import _autograd, _checks, _images
+
+#: Index = the kernels' number.
+MIXINGS = ("softmax", "tanh", "none")
+
+
+def template_mix(logits: Tensor, bank: Tensor, mixing: str = "softmax") -> Tensor:
+    """``mixing(logits) @ bank``: one pass over the bank for all rows of logits, backward one pass over the gradient.
+
+    Args:
+        logits: ``[..., K]``: of tasks, layers.
+        bank: ``[K, P]``: K templates of P parameters each.
+        mixing: ``"softmax"`` over K, ``"tanh"`` of each logit, or ``"none"``: the logits are the weights.
+
+    Returns:
+        ``[..., P]``.
+    """
+    chosen = backend.resolve("template_mix", bank)
+    if backend.checks_first(chosen):
+        _check(logits, bank, mixing)
+    if chosen == "reference":
+        with backend.reference_autocast(logits, bank) as (low_logits, low_bank):
+            return reference(low_logits, low_bank, MIXINGS.index(mixing))
+    try:
+        number = MIXINGS.index(mixing)
+        if backend.autocast_enabled(bank.device.type):
+            logits, bank = backend.lowered(logits, bank)
+        return _run(logits, bank, number, chosen == "triton")
+    except Exception:
+        _check(logits, bank, mixing)
+        raise
+
+
+def check_mixture(logits: Tensor, bank: Tensor) -> None:
+    """``logits`` ``[..., K]`` and ``bank`` ``[K, P]``."""
+    check_logits(logits)
+    _checks.float_tensor("bank", bank, 2, "[K, P]")
+    if bank.dim() != 2:
+        raise ValueError(f"bank: expected [K, P], got shape {_checks.shape(bank)}")
+    _checks.same_kind("logits", logits, "bank", bank)
+    if bank.shape[0] != logits.shape[-1]:
+        raise ValueError(
+            f"bank: expected [K, P] with the K = {logits.shape[-1]} of logits, got shape {_checks.shape(bank)}"
+        )
+
+
+def check_logits(logits: Tensor) -> None:
+    _checks.float_tensor("logits", logits, 1, "[..., K]")
+    if logits.shape[-1] == 0:
+        raise ValueError(f"logits: expected [..., K] with K >= 1, got shape {_checks.shape(logits)}")
+
+
+def _check(logits: Tensor, bank: Tensor, mixing: str) -> None:
+    if mixing not in MIXINGS:
+        raise ValueError(f"mixing: expected one of {', '.join(map(repr, MIXINGS))}, got {mixing!r}")
+    check_mixture(logits, bank)
+
+
+def reference(logits: Tensor, bank: Tensor, mixing: int) -> Tensor:
+    """Plain PyTorch; reduced precision is computed in fp32."""
+    wide = _checks.compute_dtype(bank)
+    weights = logits.to(wide)  # [..., K]
+    if mixing == 0:
+        weights = weights.softmax(-1)
+    elif mixing == 1:
+        weights = weights.tanh()
+    return (weights @ bank.to(wide)).to(bank.dtype)
+
+
+def fake_forward(logits: Tensor, bank: Tensor, mixing: int) -> Tensor:
+    _checks.one_device(logits, bank)
+    return bank.new_empty((*logits.shape[:-1], bank.shape[1]))
+
+
+def fake_backward(grad: Tensor, logits: Tensor, bank: Tensor, mixing: int, needs: Sequence[bool]) -> list[Tensor]:
+    return _images.blanks((logits, bank), needs, images=())
+
+
+def _forward_rule(overload: Any) -> _autograd.Rule:
+    each = _autograd.by_elements(overload)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], logits: Tensor, bank: Tensor, mixing: int) -> tuple[Any, Any]:
+        if in_dims[1] is not None:
+            return each(info, in_dims, logits, bank, mixing)
+        return overload(_autograd.in_front(info, logits, in_dims[0]), bank, mixing), 0
+
+    return rule
+
+
+#: logits [..., K], bank [K, P] -> [..., P]
+FORWARD = _autograd.define(
+    "template_mix_forward(Tensor logits, Tensor bank, int mixing) -> Tensor", fake_forward, _forward_rule
+)
+#: gradients of logits and bank, empty where not needed
+BACKWARD = _autograd.define(
+    "template_mix_backward(Tensor grad, Tensor logits, Tensor bank, int mixing, bool[2] needs) -> Tensor[]",
+    fake_backward,
+)
+
+
+class TemplateMix(_autograd.Op):
+    @staticmethod
+    def forward(triton: bool, mixing: int, logits: Tensor, bank: Tensor) -> Tensor:
+        return FORWARD[triton](logits, bank, mixing)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.triton, ctx.mixing = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[2:]
+        numbers = (ctx.triton, ctx.mixing, needs)
+        found = _autograd.gradients(_by_kernel, _by_reference, numbers, grad, *ctx.saved_tensors)
+        return None, None, *_autograd.spread(found, [i for i in range(2) if needs[i]], 2)
+
+
+def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, logits: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
+    triton, mixing, needs = numbers
+    return _images.chosen(BACKWARD[triton](grad, logits, bank, mixing, needs), needs)
+
+
+def _by_reference(numbers: tuple[Any, ...], grad: Tensor, logits: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
+    _, mixing, needs = numbers
+    places = [i for i in range(2) if needs[i]]
+    return _autograd.pulled(lambda *values: reference(*values, mixing), places, grad, logits, bank)
+
+
+@in_graph
+def _run(logits: Tensor, bank: Tensor, mixing: int, triton: bool) -> Tensor:
+    if _autograd.wanted(logits, bank):
+        return _autograd.apply(TemplateMix, triton, mixing, logits, bank)
+    return FORWARD[triton](logits, bank, mixing)
