@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastmod.nn._mix import norm_pool
 from fastmod.nn._pending import Pending, finish, values_per_channel
+from fastmod.nn._stacked import batch_statistics
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.batch_affine import Affine, batch_affine
 from fastmod.ops.norm_conv import norm_conv
@@ -127,9 +128,7 @@ class OutputAdapter(nn.Module):
         wide = vectors.to(compute_dtype(vectors))
         mean = var = None
         if self.norm2.training:
-            if wide.shape[0] == 1:
-                raise ValueError(f"Expected more than 1 value per channel when training, got {list(wide.shape)}")
-            var, mean = torch.var_mean(wide, 0, correction=0)
+            mean, var = batch_statistics(wide)
         scale, shift = self.norm2.affine(mean, var, wide.shape[0], task)
         return (wide * scale + shift).relu().to(vectors.dtype)
 

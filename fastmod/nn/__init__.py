@@ -1,7 +1,8 @@
 """The layers: modules over ``fastmod.ops``, with parameters named and shaped as in ``nn.Linear``."""
 
+from fastmod.nn.basic_block import BasicBlock
 from fastmod.nn.compose import Composition, compose_
-from fastmod.nn.compositional import Compositional
+from fastmod.nn.compositional import Compositional, logit_groups
 from fastmod.nn.expert_mixture import ExpertMixture
 from fastmod.nn.expert_stack import ExpertStack
 from fastmod.nn.fnnr import FNNR
@@ -17,6 +18,7 @@ __all__ = [
     "FNNR",
     "MFNNR",
     "SMFR",
+    "BasicBlock",
     "Composition",
     "Compositional",
     "ExpertMixture",
@@ -27,5 +29,6 @@ __all__ = [
     "Routing",
     "TemplateBank",
     "compose_",
+    "logit_groups",
     "make_signature",
 ]

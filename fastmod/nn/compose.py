@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastmod.nn import _parts
 from fastmod.nn._mix import template_mix
 from fastmod.nn.composed_layers import composed, ordinary
-from fastmod.nn.compositional import first_logits
+from fastmod.nn.compositional import COMPOSED_LOGITS, first_logits
 from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
 from fastmod.nn.signatures import sequential
 
@@ -22,7 +22,6 @@ Kind = tuple[type, tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]
 
 
 PREFIX = "composition/"
-LOGITS = PREFIX + "logits"
 
 
 class Place(NamedTuple):
@@ -115,7 +114,7 @@ class Composition:
         self._model: nn.Module | None = model
         self._places: dict[str, Place] = {}  # full name of a parameter -> where its weights come from
         self._before: dict[str, nn.Parameter] = {}
-        model.register_parameter(LOGITS, nn.Parameter(first))
+        model.register_parameter(COMPOSED_LOGITS, nn.Parameter(first))
 
     @property
     def model(self) -> nn.Module:
@@ -125,7 +124,7 @@ class Composition:
 
     @property
     def logits(self) -> nn.Parameter:
-        return self.model.get_parameter(LOGITS)
+        return self.model.get_parameter(COMPOSED_LOGITS)
 
     @property
     def banks(self) -> dict[str, nn.Parameter]:
@@ -153,7 +152,7 @@ class Composition:
     def weight(self, name: str) -> Tensor:
         """The mixed tensor that stands for the parameter of this name."""
         layer, key, shape = self._places[name]
-        row = getattr(self.model, LOGITS)[0 if self.shared else layer]
+        row = getattr(self.model, COMPOSED_LOGITS)[0 if self.shared else layer]
         return template_mix(row, getattr(self.model, key), self.mixing).view(shape)
 
     def mixture(self) -> dict[str, Tensor]:

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from fastmod.nn import _parts
 from fastmod.nn._mix import cluster_penalty, entropy_penalty, template_mix
+from fastmod.nn._stacked import stackable
 from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
 from fastmod.nn.signatures import make_signature, sequential
 from fastmod.nn.template_bank import TemplateBank
 
 NORMS = ("mixed", "per_layer", "per_task")
+#: The parameter of a net that ``compose_`` has changed.
+COMPOSED_LOGITS = "composition/logits"
 #: Kinds of blocks of which it has been said that they run through torch.func.
 _told: set[type] = set()
 
@@ -45,7 +48,7 @@ class Compositional(nn.Module):
     Parameters: ``bank.weight`` [K, P], ``logits`` [T, L, K] (none with a signature), ``norm_weight`` [L, N], per task
     [L, T, N]. Buffers of the block, such as the statistics of batch norm, are never mixed: ``state.*`` [L, T, ...].
 
-    All weights are mixed by one call. A block with a method ``forward_stacked`` (such as ``IsometricBlock``) runs on
+    All weights are mixed by one call. A block with a method ``forward_stacked`` (``IsometricBlock``, He's) runs on
     fused ops, all tasks in one call; any other through torch.func.functional_call, task after task, said once.
     """
 
@@ -86,7 +89,7 @@ class Compositional(nn.Module):
         self._trial: tuple[int, Tensor] | None = None  # logits of a task that are being tried
         self._start(self.fixed[0] if self.fixed is not None else sequential(kinds, layers))
         block = self.bank.block
-        self.fused = hasattr(block, "forward_stacked")
+        self.fused = stackable(block)
         if not self.fused and type(block) not in _told:
             _told.add(type(block))
             warnings.warn(
@@ -483,3 +486,19 @@ def _renewed(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 def _key(name: str) -> str:
     """A buffer's name in the block as a name here, which allows no dots."""
     return name.replace(".", "/")
+
+
+def logit_groups(model: nn.Module, lr: float, factor: float = 1.0) -> list[dict[str, Any]]:
+    """Parameter groups for an optimiser: all others at ``lr``, the logits of mixtures at ``factor * lr``.
+
+    >>> optimizer = torch.optim.RMSprop(fastmod.nn.logit_groups(net, 0.02, factor=10), momentum=0.9)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    found = [m.logits for m in model.modules() if isinstance(m, Compositional) and m.logits is not None]
+    found += [p for n, p in model.named_parameters() if n.endswith(COMPOSED_LOGITS)]
+    if not found:
+        raise ValueError(f"model: expected mixtures with logits, got {type(model).__name__} without")
+    known = {id(p) for p in found}
+    others = [p for p in model.parameters() if id(p) not in known]
+    return [{"params": others, "lr": lr}, {"params": found, "lr": factor * lr}]

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
 from fastmod.nn._mix import norm_pool
-from fastmod.nn._pending import Pending, convolve, finish, values_per_channel
-from fastmod.ops._checks import compute_dtype
-from fastmod.ops.batch_affine import Affine, batch_affine
-from fastmod.ops.norm_conv import norm_conv
-
-Tensors = Mapping[str, Tensor]
+from fastmod.nn._pending import Pending, finish
+from fastmod.nn._stacked import Tensors, convolved, transformed
 
 
 class IsometricBlock(nn.Module):
@@ -90,82 +84,16 @@ class IsometricBlock(nn.Module):
 
         ``num_batches_tracked`` is left to the caller.
         """
-        y = self._convolved("expand", self._inputs(x, other, 2), weights, buffers, relu=True)
-        y = self._convolved("depthwise", y, weights, buffers, relu=True)
-        gate = None if self.squeeze is None else self._gate(y, weights, buffers)
-        return finish(self._convolved("project", y, weights, buffers, gate=gate), x, relu=False)
-
-    def _convolved(
-        self,
-        name: str,
-        x: Tensor | Pending,
-        weights: Tensors,
-        buffers: Tensors,
-        *,
-        relu: bool = False,
-        gate: Tensor | None = None,
-    ) -> Pending:
-        """A convolution and its batch norm, which is still to be applied."""
-        training = self._norm(name).training
-        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-        if gate is None:
-            found = convolve(x, weight, bias, depthwise=name == "depthwise", stats=training)
-        else:
-            assert isinstance(x, Pending)
-            found = norm_conv(
-                x.images,
-                weight,
-                scale=x.scale,
-                shift=x.shift,
-                relu=x.relu,
-                channel_gate=gate,
-                bias=bias,
-                stats=training,
-            )
-        count = values_per_channel(found.y, training)
-        affine = self._affine(name, found.mean, found.var, count, weights, buffers)
-        return Pending(found.y, affine.scale, affine.shift, relu)
+        tensors = weights, buffers
+        y = convolved(self, "expand", "expand_norm", self._inputs(x, other, 2), *tensors, relu=True)
+        y = convolved(self, "depthwise", "depthwise_norm", y, *tensors, relu=True)
+        gate = None if self.squeeze is None else self._gate(y, *tensors)
+        return finish(convolved(self, "project", "project_norm", y, *tensors, gate=gate), x, relu=False)
 
     def _gate(self, y: Pending, weights: Tensors, buffers: Tensors) -> Tensor:
         """``[B, T, C]`` in the dtype of the images."""
         assert y.scale is not None and y.shift is not None
         pooled = norm_pool(y.images, y.scale, y.shift, relu=True)  # [B, T, C]
-        squeezed = self._vectors("squeeze", pooled, weights, buffers).relu()
-        return self._vectors("excite", squeezed, weights, buffers).sigmoid().to(y.images.dtype)
-
-    def _vectors(self, name: str, x: Tensor, weights: Tensors, buffers: Tensors) -> Tensor:
-        """A 1x1 convolution of one pixel and its batch norm, ``[B, T, C]`` -> ``[B, T, C']``."""
-        weight = weights[f"{name}.weight"].flatten(2)  # [T, C', C]
-        y = torch.einsum("bti,toi->bto", x, weight.to(x.dtype))
-        y = y.to(compute_dtype(y))
-        mean = var = None
-        if self._norm(name).training:
-            if y.shape[0] == 1:
-                raise ValueError(
-                    f"Expected more than 1 value per channel when training, got input size {list(y.shape)}"
-                )
-            var, mean = torch.var_mean(y, 0, correction=0)
-        affine = self._affine(name, mean, var, y.shape[0], weights, buffers)
-        return y * affine.scale + affine.shift
-
-    def _norm(self, name: str) -> nn.BatchNorm2d:
-        norm = getattr(self, f"{name}_norm")
-        assert isinstance(norm, nn.BatchNorm2d)
-        return norm
-
-    def _affine(
-        self, name: str, mean: Tensor | None, var: Tensor | None, count: int, weights: Tensors, buffers: Tensors
-    ) -> Affine:
-        norm, prefix = self._norm(name), f"{name}_norm."
-        return batch_affine(
-            mean,
-            var,
-            weights[prefix + "weight"],
-            weights[prefix + "bias"],
-            buffers[prefix + "running_mean"],
-            buffers[prefix + "running_var"],
-            count=count,
-            training=norm.training,
-            momentum=norm.momentum,  # type: ignore[arg-type]
-            eps=norm.eps,
-        )
+        squeezed = transformed(self, "squeeze", "squeeze_norm", pooled, weights, buffers).relu()
+        gate = transformed(self, "excite", "excite_norm", squeezed, weights, buffers).sigmoid()
+        return gate.to(y.images.dtype)
