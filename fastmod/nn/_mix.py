@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from fastmod import backend
 from fastmod.nn.mixing import weights_of
 
 
 def template_mix(logits: Tensor, bank: Tensor, mixing: str = "softmax") -> Tensor:
     return weights_of(logits, mixing) @ bank
+
+
+def mixed(logits: Tensor, bank: Tensor, mixing: str) -> Tensor:
+    """``template_mix`` in the dtype of the bank also under autocast, which leaves it to a layer what it lowers."""
+    if not backend.autocast_enabled(bank.device.type):
+        return template_mix(logits, bank, mixing)
+    with torch.autocast(bank.device.type, enabled=False):
+        return template_mix(logits, bank, mixing)
 
 
 def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = True) -> Tensor:
@@ -24,6 +34,3 @@ def cluster_penalty(logits: Tensor, bank: Tensor, squared: bool = False) -> Tens
 
 def entropy_penalty(logits: Tensor) -> Tensor:
     return -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
-
-
-__all__ = ["cluster_penalty", "entropy_penalty", "norm_pool", "template_mix"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.nn._mix import template_mix
+from fastmod.nn._mix import mixed
 from fastmod.nn.composed_layers import composed, ordinary
 from fastmod.nn.compositional import COMPOSED_LOGITS, first_logits
 from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
@@ -153,7 +153,7 @@ class Composition:
         """The mixed tensor that stands for the parameter of this name."""
         layer, key, shape = self._places[name]
         row = getattr(self.model, COMPOSED_LOGITS)[0 if self.shared else layer]
-        return template_mix(row, getattr(self.model, key), self.mixing).view(shape)
+        return mixed(row, getattr(self.model, key), self.mixing).view(shape)
 
     def mixture(self) -> dict[str, Tensor]:
         """Layer -> shares of the templates [K], without gradients."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.nn._mix import cluster_penalty, entropy_penalty, template_mix
+from fastmod.nn._mix import cluster_penalty, entropy_penalty, mixed
 from fastmod.nn._stacked import stackable
 from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
 from fastmod.nn.signatures import make_signature, sequential
@@ -93,7 +93,7 @@ class Compositional(nn.Module):
         if not self.fused and type(block) not in _told:
             _told.add(type(block))
             warnings.warn(
-                f"fastmod.nn.Compositional: {type(block).__name__} has no forward_stacked and is not on the fused "
+                f"fastmod.nn.Compositional: {type(block).__name__} is not on the fused "
                 "path; it runs as it is written over the mixed weights, through torch.func.functional_call",
                 RuntimeWarning,
                 stacklevel=2,
@@ -234,12 +234,12 @@ class Compositional(nn.Module):
         found = []
         for layer, row in zip(layers, norms.unbind(0), strict=True):
             parts = zip(shapes.items(), row.split(sizes, -1), strict=True)
-            found.append({**layer, **{n: part.reshape(count, *shape) for (n, shape), part in parts}})
+            found.append({**layer, **{n: part.reshape((count, *shape)) for (n, shape), part in parts}})
         return found
 
     def _by_mixing(self, task: int | None) -> list[dict[str, Tensor]]:
-        mixed = template_mix(self._rows(task), self.bank.weight, self.mixing)  # [L, T or 1, P]
-        return [self.bank.split(row) for row in mixed.unbind(0)]
+        weights = mixed(self._rows(task), self.bank.weight, self.mixing)  # [L, T or 1, P]
+        return [self.bank.split(row) for row in weights.unbind(0)]
 
     def _by_signature(self, task: int | None) -> list[dict[str, Tensor]]:
         """Views into the bank: nothing is mixed, and a layer of all tasks is copied only where they differ."""
@@ -266,12 +266,11 @@ class Compositional(nn.Module):
 
     def mixture(self, task: int | None = None) -> Tensor:
         """Shares of the templates [T, L, K], of one task [L, K]; without gradients."""
-        with torch.no_grad():
-            if self.fixed is not None:
-                chosen = torch.tensor(self.fixed, device=self.bank.weight.device)
-                xi = nn.functional.one_hot(chosen, self.bank.templates).to(self.bank.weight.dtype)
-            else:
-                xi = weights_of(self._rows(None).transpose(0, 1), self.mixing)
+        if self.fixed is not None:
+            chosen = torch.tensor(self.fixed, device=self.bank.weight.device)
+            xi = nn.functional.one_hot(chosen, self.bank.templates).to(self.bank.weight.dtype)
+        else:
+            xi = weights_of(self._rows(None).transpose(0, 1).detach().clone(), self.mixing)
         return xi if task is None else xi[self.check_task(task)]
 
     def signature(self, task: int = 0) -> list[int]:
@@ -388,16 +387,16 @@ class Compositional(nn.Module):
         try:
             for _ in range(steps):
                 with torch.enable_grad():
-                    mixed = torch.einsum("t,tlk->lk", chosen.softmax(0), xi)
-                    self._trial = (task, logits_of(mixed, self.mixing))
+                    tried = torch.einsum("t,tlk->lk", chosen.softmax(0), xi)
+                    self._trial = (task, logits_of(tried, self.mixing))
                     (chosen.grad,) = torch.autograd.grad(loss(), chosen)
                 optimizer.step()
         finally:
             self._trial = None
         with torch.no_grad():
-            mixed = torch.einsum("t,tlk->lk", chosen.softmax(0), xi)
+            found = torch.einsum("t,tlk->lk", chosen.softmax(0), xi)
             assert self.logits is not None
-            self.logits[task] = logits_of(mixed, self.mixing)
+            self.logits[task] = logits_of(found, self.mixing)
 
     def add_template(self, init: int | nn.Module | Callable[[], nn.Module], share: float = 0.01) -> int:
         """One more template, a copy of one or a block's weights, with this share in every layer (softmax; else none).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +88,8 @@ class TemplateBank(nn.Module):
             self._check(f"{name}: number {i}", module)
         self.weight = nn.Parameter(torch.stack([self._row(module) for module in modules]))
         self.weight.requires_grad_(any(p.requires_grad for module in modules for p in module.parameters()))
-        # In a tuple, as it is no part of parameters() or state_dict(); on meta, as only its code is run.
-        self._held: tuple[nn.Module] = (copy.deepcopy(first).to("meta"),)
+        # In a tuple, as it is no part of parameters() or state_dict().
+        self._held: tuple[nn.Module] = (_without_values(first),)
         #: Per template what is not mixed, buffers included, as the blocks brought it: where layers start.
         self._starts = [self._start(module) for module in modules]
 
@@ -129,7 +130,7 @@ class TemplateBank(nn.Module):
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         parts = vectors.split(sizes, -1)  # its backward is one pass, which that of as many slices is not
         lead = vectors.shape[:-1]
-        return {n: part.reshape(*lead, *shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return {n: part.reshape((*lead, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def template(self, index: int) -> dict[str, Tensor]:
         """Views of the weights of one template by their names in the block."""
@@ -145,13 +146,10 @@ class TemplateBank(nn.Module):
         """K ordinary blocks with copies of the weights, and buffers as the blocks brought them."""
         found = []
         for k in range(self.templates):
-            module = copy.deepcopy(self.block).to_empty(device=self.weight.device)
-            module.train(self.training)
-            with torch.no_grad():
-                values = {**self.template(k), **self.start(k)}
-                for n, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                    tensor.data = values[n].detach().clone()
-            found.append(module)
+            values = {n: v.detach().clone() for n, v in {**self.template(k), **self.start(k)}.items()}
+            memo: dict[int, Any] = {id(p): nn.Parameter(values[n]) for n, p in self.block.named_parameters()}
+            memo |= {id(b): values[n] for n, b in self.block.named_buffers()}
+            found.append(copy.deepcopy(self.block, memo).train(self.training))
         return found
 
     def check_index(self, index: int) -> int:
@@ -197,6 +195,13 @@ class TemplateBank(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{type(self.block).__name__}, templates={self.templates}, parameters={self.weight.shape[1]}"
+
+
+def _without_values(block: nn.Module) -> nn.Module:
+    """A copy whose tensors are on the meta device: only its code is run. Tied weights stay tied, as ``.to`` loses."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in block.parameters()}
+    memo |= {id(buffer): buffer.detach().to("meta") for buffer in block.buffers()}
+    return copy.deepcopy(block, memo)
 
 
 def norm_parameters(block: nn.Module) -> set[str]:
