@@ -134,17 +134,22 @@ SAMPLES: tuple[Sample, ...] = (
     Sample(
         "masked_conv2d", "groups, masked bias", ((3, 4, 5, 7), (6, 2, 3, 3), (6, 2, 3, 3), (6,), (6,)), _masked_conv2d
     ),
-    Sample("template_mix", "odd", ((3, 5), (5, 7)), lambda t: [ops.template_mix(*t)]),
+    Sample("template_mix", "odd", ((3, 5), (5, 7)), lambda t: [ops.template_mix(t[0], t[1])]),
     Sample(
         "template_mix",
         "tanh, permuted",
         ((5, 2, 3), (9, 5)),
         lambda t: [ops.template_mix(t[0].permute(1, 2, 0), t[1].T, mixing="tanh")],
     ),
-    Sample("template_mix", "none", ((3,), (3, 21)), lambda t: [ops.template_mix(*t, mixing="none")]),
-    Sample("cluster_penalty", "odd", ((2, 3, 5), (5, 7)), lambda t: [ops.cluster_penalty(*t)]),
-    Sample("cluster_penalty", "squared", ((3, 4), (4, 9)), lambda t: [ops.cluster_penalty(*t, squared=True)]),
-    Sample("entropy_penalty", "odd", ((2, 3, 5),), lambda t: [ops.entropy_penalty(*t)]),
-    Sample("norm_pool", "odd", ((2, 3, 5, 3, 2), (3, 5), (3, 5)), lambda t: [ops.norm_pool(*t)]),
-    Sample("norm_pool", "no relu", ((2, 1, 17, 2, 2), (1, 17), (1, 17)), lambda t: [ops.norm_pool(*t, relu=False)]),
+    Sample("template_mix", "none", ((3,), (3, 21)), lambda t: [ops.template_mix(t[0], t[1], mixing="none")]),
+    Sample("cluster_penalty", "odd", ((2, 3, 5), (5, 7)), lambda t: [ops.cluster_penalty(t[0], t[1])]),
+    Sample("cluster_penalty", "squared", ((3, 4), (4, 9)), lambda t: [ops.cluster_penalty(t[0], t[1], squared=True)]),
+    Sample("entropy_penalty", "odd", ((2, 3, 5),), lambda t: [ops.entropy_penalty(t[0])]),
+    Sample("norm_pool", "odd", ((2, 3, 5, 3, 2), (3, 5), (3, 5)), lambda t: [ops.norm_pool(t[0], t[1], t[2])]),
+    Sample(
+        "norm_pool",
+        "no relu",
+        ((2, 1, 17, 2, 2), (1, 17), (1, 17)),
+        lambda t: [ops.norm_pool(t[0], t[1], t[2], relu=False)],
+    ),
 )

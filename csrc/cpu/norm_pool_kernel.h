@@ -41,7 +41,7 @@ void norm_pool_forward(const NormPoolArgs<T>& args, int64_t index) {
 template <typename T>
 void norm_pool_backward(const NormPoolArgs<T>& args, int64_t index) {
   struct Sums {
-    Vec<T> scale, shift;
+    Vec<T> count, in;  // of the pixels that passed the relu
   };
   const int64_t channels = args.channels, size = args.pixels * channels;
   const int64_t expert = index % args.experts;
@@ -50,23 +50,29 @@ void norm_pool_backward(const NormPoolArgs<T>& args, int64_t index) {
   by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
     const int64_t at = expert * channels + c, place = index * channels + c;
     const Vec<T> scale = load_lanes(args.scale + at, left), shift = load_lanes(args.shift + at, left);
+    // Every pixel has the same gradient: sums without it are counts, which are exact, and short sums of x.
     const Vec<T> grad = load_lanes(args.grad + place, left) / T(args.pixels);
     Sums total{};
     by_pixels<2, Sums>(
         c, size, channels,
         [&](int64_t p, Sums& sums) FASTMOD_INLINE_LAMBDA {
           const Vec<T> in = load_lanes(x + p, left);
-          Vec<T> g = grad;
-          if (args.relu) g = scale * in + shift <= Vec<T>{} ? Vec<T>{} : g;
-          sums.shift += g;
-          sums.scale += g * in;
+          Vec<T> passed = splat(T(1)), g = grad;
+          if (args.relu) {
+            const auto cut = scale * in + shift <= Vec<T>{};  // not a NaN
+            passed = cut ? Vec<T>{} : passed;
+            g = cut ? Vec<T>{} : g;
+          }
+          sums.count += passed;
+          sums.in += passed * in;
           if (grad_x) store_lanes(grad_x + p, g * scale, left);
         },
         [&](const Sums& sums) FASTMOD_INLINE_LAMBDA {
-          total.shift += sums.shift;
-          total.scale += sums.scale;
+          total.count += sums.count;
+          total.in += sums.in;
         });
-    if (args.grad_scale) store_lanes(args.grad_scale + place, total.scale, left);
-    if (args.grad_shift) store_lanes(args.grad_shift + place, total.shift, left);
+    const Vec<T> factor = total.count > Vec<T>{} ? grad : Vec<T>{};  // where none passed, a NaN did not either
+    if (args.grad_scale) store_lanes(args.grad_scale + place, total.in * factor, left);
+    if (args.grad_shift) store_lanes(args.grad_shift + place, total.count * factor, left);
   });
 }

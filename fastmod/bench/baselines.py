@@ -62,6 +62,24 @@ def masked_conv2d(x: Tensor, weight: Tensor, logits: Tensor, samples: int, *, dr
     return torch.cat([F.conv2d(part, w, padding=1) for part, w in zip(x.chunk(samples), weights, strict=True)])
 
 
+def template_mix(logits: Tensor, bank: Tensor) -> Tensor:
+    return logits.softmax(-1) @ bank
+
+
+def cluster_penalty(logits: Tensor, bank: Tensor) -> Tensor:
+    xi = logits.softmax(-1)  # [L, K]
+    apart = (xi @ bank).unsqueeze(1) - bank  # [L, K, P]
+    return (xi * apart.norm(dim=-1)).sum()
+
+
+def entropy_penalty(logits: Tensor) -> Tensor:
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
+
+
+def norm_pool(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return torch.relu(x * scale[..., None, None] + shift[..., None, None]).mean((-1, -2))
+
+
 def _fnn(inputs: int, outputs: int, hidden: int, layers: int) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(i, o) for i, o in pairwise([inputs, *[hidden] * layers, outputs]))
 

@@ -31,7 +31,7 @@ def cluster_penalty(logits: Tensor, bank: Tensor, squared: bool = False) -> Tens
     Returns:
         A scalar, in fp64 for fp64 tensors, else in fp32.
     """
-    chosen = backend.resolve("cluster_penalty", bank)
+    chosen = backend.resolve("cluster_penalty", logits)
     _checks.flag("squared", squared)
     check_mixture(logits, bank)
     table = distances(bank) if chosen == "reference" else _run(bank, chosen == "triton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _images
 
 
-def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, *, relu: bool = True) -> Tensor:
+def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = True) -> Tensor:
     """Mean over the pixels of ``relu(scale * x + shift)``, in one pass over x.
 
     Args:
@@ -24,19 +25,14 @@ def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, *, relu: bool = True) -> 
         ``[B, E, C]``.
     """
     chosen = backend.resolve("norm_pool", x)
-    if backend.checks_first(chosen):
-        _check(x, scale, shift, relu)
-    try:
-        wide = _images.affine(scale, x), _images.affine(shift, x)
-        if backend.autocast_enabled(x.device.type):
-            (x,) = backend.lowered(x)
-        if chosen == "reference":
-            with backend.reference_autocast(x):
-                return reference(x, *wide, relu)  # type: ignore[arg-type]
-        return _run(x, *wide, relu, chosen == "triton")  # type: ignore[arg-type]
-    except Exception:
-        _check(x, scale, shift, relu)
-        raise
+    _check(x, scale, shift, relu)
+    wide = _images.affine(scale, x), _images.affine(shift, x)
+    if backend.autocast_enabled(x.device.type):
+        (x,) = backend.lowered(x)
+    if chosen == "reference":
+        with backend.reference_autocast(x):
+            return reference(x, *wide, relu)  # type: ignore[arg-type]
+    return _run(x, *wide, relu, chosen == "triton")  # type: ignore[arg-type]
 
 
 def _check(x: Tensor, scale: Tensor, shift: Tensor, relu: bool) -> None:
@@ -101,7 +97,7 @@ def _by_kernel(numbers: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]
 def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     _, relu, needs = numbers
     places = [i for i in range(3) if needs[i]]
-    return _autograd.pulled(lambda *values: reference(*values, relu), places, grad, *inputs)
+    return _autograd.pulled(partial(reference, relu=relu), places, grad, *inputs)
 
 
 @in_graph

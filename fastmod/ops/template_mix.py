@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ def template_mix(logits: Tensor, bank: Tensor, mixing: str = "softmax") -> Tenso
     Returns:
         ``[..., P]``.
     """
-    chosen = backend.resolve("template_mix", bank)
+    chosen = backend.resolve("template_mix", logits)
     if backend.checks_first(chosen):
         _check(logits, bank, mixing)
     if chosen == "reference":
@@ -135,7 +136,7 @@ def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, logits: Tensor, bank: Ten
 def _by_reference(numbers: tuple[Any, ...], grad: Tensor, logits: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
     _, mixing, needs = numbers
     places = [i for i in range(2) if needs[i]]
-    return _autograd.pulled(lambda *values: reference(*values, mixing), places, grad, logits, bank)
+    return _autograd.pulled(partial(reference, mixing=mixing), places, grad, logits, bank)
 
 
 @in_graph
