@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmod.nn._mix import norm_pool
 from fastmod.nn._pending import Pending, finish, values_per_channel
 from fastmod.nn._stacked import batch_statistics
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.batch_affine import Affine, batch_affine
 from fastmod.ops.norm_conv import norm_conv
+from fastmod.ops.norm_pool import norm_pool
 
 
 def of_task(values: Tensor, task: int | None) -> Tensor:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.nn._mix import cluster_penalty, entropy_penalty, mixed
+from fastmod.nn._mix import mixed
 from fastmod.nn._stacked import stackable
 from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
 from fastmod.nn.signatures import make_signature, sequential
 from fastmod.nn.template_bank import TemplateBank
+from fastmod.ops.cluster_penalty import cluster_penalty
+from fastmod.ops.entropy_penalty import entropy_penalty
 
 NORMS = ("mixed", "per_layer", "per_task")
 #: The parameter of a net that ``compose_`` has changed.

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.nn._mix import norm_pool
 from fastmod.nn._pending import Pending, finish
 from fastmod.nn._stacked import Tensors, convolved, transformed
+from fastmod.ops.norm_pool import norm_pool
 
 
 class IsometricBlock(nn.Module):
