@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fastmod.models._isometric_parts import InputAdapter, OutputAdapter, TaskHead
+from fastmod.models._isometric_parts import InputAdapter, OutputAdapter, TaskHead, TaskNorm
 from fastmod.nn._parts import positive_sizes
 from fastmod.nn.compositional import Compositional
 from fastmod.nn.expert_layers import check_images
@@ -124,6 +124,18 @@ class IsometricNet(nn.Module):
 
     def signature(self, task: int = 0) -> list[int]:
         return self.body.signature(task)
+
+    def sharing(self, task: int, other: int) -> Tensor:
+        return self.body.sharing(task, other)
+
+    @torch.no_grad()
+    def copy_statistics(self, source: int, target: int) -> None:
+        """Give one task the batch norm statistics of another, in the layers and in the adapters."""
+        self.body.copy_statistics(source, target)
+        for norm in self.modules():
+            if isinstance(norm, TaskNorm):
+                for buffer in norm.buffers():
+                    buffer[target] = buffer[source]
 
     def cluster_penalty(self, squared: bool = False) -> Tensor:
         return self.body.cluster_penalty(squared)

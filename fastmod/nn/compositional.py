@@ -84,10 +84,10 @@ class Compositional(nn.Module):
         else:
             first = first_logits(init, mixing, tasks, layers, kinds, generator)
             self.logits = nn.Parameter(first.to(like))
-        shared = torch.zeros(layers, dtype=torch.bool)
+        shared = torch.zeros(layers, dtype=torch.bool, device="cpu")
         shared[_chosen_layers(share_layers, layers)] = True
         self.register_buffer("_shared", shared.to(like.device), persistent=False)
-        self._any_shared = bool(tasks > 0 and _chosen_layers(share_layers, layers))
+        self._any_shared = bool(_chosen_layers(share_layers, layers))
         self._trial: tuple[int, Tensor] | None = None  # logits of a task that are being tried
         self._start(self.fixed[0] if self.fixed is not None else sequential(kinds, layers))
         block = self.bank.block
@@ -279,6 +279,10 @@ class Compositional(nn.Module):
         """The template with the largest share, layer by layer."""
         return [int(k) for k in self.mixture(self.check_task(task)).argmax(-1)]
 
+    def sharing(self, task: int, other: int) -> Tensor:
+        """How much of the templates two tasks have in common, layer by layer: ``sum_k min(xi, xi')`` [L]."""
+        return torch.minimum(self.mixture(self.check_task(task)), self.mixture(self.check_task(other))).sum(-1)
+
     def harden(self) -> Compositional:
         """A copy of the net at its signatures, one template a layer: weights are views into its bank."""
         found = copy.deepcopy(self)
@@ -400,6 +404,13 @@ class Compositional(nn.Module):
             assert self.logits is not None
             self.logits[task] = logits_of(found, self.mixing)
 
+    @torch.no_grad()
+    def copy_statistics(self, source: int, target: int) -> None:
+        """Give one task the buffers of another, such as a new domain the statistics of a source."""
+        source, target = self.check_task(source), self.check_task(target)
+        for buffer in self.state.buffers():
+            buffer[:, target] = buffer[:, source]
+
     def add_template(self, init: int | nn.Module | Callable[[], nn.Module], share: float = 0.01) -> int:
         """One more template, a copy of one or a block's weights, with this share in every layer (softmax; else none).
 
@@ -437,7 +448,7 @@ def first_logits(
 ) -> Tensor:
     """``[T, L, K]``."""
     if init == "uniform":
-        drawn = torch.rand(tasks, layers, templates, generator=generator)
+        drawn = torch.rand(tasks, layers, templates, generator=generator, device="cpu")
         return drawn if tasks == 1 else (2 * drawn - 1) * math.sqrt(6 / (templates + 1))
     if init != "diag":
         raise ValueError(f"init: expected 'uniform' or 'diag', got {init!r}")

@@ -34,7 +34,7 @@ def logits_of(xi: Tensor, mixing: str) -> Tensor:
 
 def near_one_hot(templates: Sequence[int], count: int, mixing: str) -> Tensor:
     """Logits [L, K] with a share of 0.99 for the given template of each layer."""
-    hot = torch.nn.functional.one_hot(torch.tensor(list(templates)), count).double()
+    hot = torch.nn.functional.one_hot(torch.tensor(list(templates), device="cpu"), count).double()
     if mixing == "softmax":
         rest = (1 - NEAR_ONE) / max(count - 1, 1)
         xi = hot * (NEAR_ONE - rest) + rest if count > 1 else hot

@@ -33,7 +33,7 @@ def make_signature(
         return [k for k, count in enumerate(progressive_repeats(templates, layers)) for _ in range(count)]
     found = sequential(templates, layers)
     if kind == "random":
-        order = torch.randperm(layers, generator=generator).tolist()
+        order = torch.randperm(layers, generator=generator, device="cpu").tolist()
         found = [found[i] for i in order]
     return found
 

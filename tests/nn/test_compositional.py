@@ -149,6 +149,21 @@ def test_second_input(backend: str) -> None:
         fast(x)
 
 
+def test_mean_over_all_batches() -> None:
+    """Momentum None has a rate of its own in every layer and task: such a block runs as it is written."""
+
+    def block() -> nn.Module:
+        found = BasicBlock(3, 3)
+        found.norm1.momentum = None
+        return found
+
+    net = make(block, 2, 2, 2)
+    assert not net.fused
+    net(noise(4, 3, 5, 5), task=1)
+    ones, before = net.state.get_buffer("norm1/running_var"), torch.ones(3, dtype=torch.float64)
+    assert torch.equal(ones[0, 0], before) and not torch.equal(ones[0, 1], before)
+
+
 def test_said_once() -> None:
     class Unknown(Wrapped):
         pass
@@ -321,6 +336,13 @@ def test_order() -> None:
 
 
 # -------------------------------------------------------------------- changing
+
+
+def test_sharing() -> None:
+    net = make(Dense, 3, 4, 2, share_layers=[1])
+    a, b = net.mixture()
+    close(net.sharing(0, 1), torch.minimum(a, b).sum(-1))
+    close(net.sharing(0, 1)[1], torch.ones((), dtype=torch.float64))
 
 
 def test_share_layers() -> None:

@@ -187,6 +187,27 @@ def test_harden_and_add_task() -> None:
     assert hard.signature(1) == net.signature(1) and hard.mixture(1).shape == (3, 2)
 
 
+def test_statistics_of_another_task() -> None:
+    net = make(tasks=2)
+    x = images(6, 3, 16, 16)
+    net(x, 0)
+    with torch.no_grad():
+        net.body.logits[1] = net.body.logits[0]
+        net.head.weight[5:], net.head.bias[5:] = net.head.weight[:5], net.head.bias[:5]
+    net.eval()
+    assert not torch.allclose(net(x, 1), net(x, 0))
+    net.copy_statistics(0, 1)
+    torch.testing.assert_close(net(x, 1), net(x, 0))
+
+
+def test_on_meta() -> None:
+    """Nothing is drawn or read where there are no values."""
+    with torch.device("meta"):
+        for options in ({"init": "diag", "share_layers": 4}, {"signature": "random"}, {"mixing": "tanh"}):
+            net = IsometricNet(tasks=2, **options)
+            assert all(t.is_meta for t in [*net.parameters(), *net.buffers()])
+
+
 def test_copies() -> None:
     net = make(tasks=2)
     x = images(4, 3, 16, 16)
