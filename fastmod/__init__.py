@@ -10,9 +10,22 @@ waiting.choose()  # before torch is imported
 
 from fastmod import nn, ops, optim  # noqa: E402
 from fastmod.backend import backends, use_backend  # noqa: E402
+from fastmod.nn import compose_  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "backends", "data", "masks", "models", "nn", "ops", "optim", "tasks", "use_backend"]
+__all__ = [
+    "__version__",
+    "backends",
+    "compose_",
+    "data",
+    "masks",
+    "models",
+    "nn",
+    "ops",
+    "optim",
+    "tasks",
+    "use_backend",
+]
 
 if TYPE_CHECKING:
     from fastmod import data, masks, models, tasks

@@ -5,7 +5,9 @@ from fastmod.models.block_transformer import BlockTransformer
 from fastmod.models.cnn import CNN
 from fastmod.models.encoder_decoders import LSTMEncoderDecoder, SequenceTransformer
 from fastmod.models.fnn import FNN, MLP
+from fastmod.models.isometric import IsometricNet
 from fastmod.models.lstm import LSTM
+from fastmod.models.plain_isometric import PlainIsometricNet
 from fastmod.models.plain_resmixnet import PlainResMixNet, PlainResNet, PlainVGG
 from fastmod.models.plain_smfr import PlainSMFR
 from fastmod.models.resmixnet import (
@@ -28,7 +30,9 @@ __all__ = [
     "BlockTransformer",
     "FusedResNet",
     "FusedVGG",
+    "IsometricNet",
     "LSTMEncoderDecoder",
+    "PlainIsometricNet",
     "PlainResMixNet",
     "PlainResNet",
     "PlainSMFR",

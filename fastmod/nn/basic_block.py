@@ -1,9 +1,12 @@
-"""An expert in ordinary PyTorch: what ``ExpertStack.to_experts`` gives."""
+"""An expert in ordinary PyTorch: what ``ExpertStack.to_experts`` gives, and a block for ``Compositional``."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fastmod.nn._pending import Pending, finish
+from fastmod.nn._stacked import Tensors, convolved
 
 
 class BasicBlock(nn.Module):
@@ -26,6 +29,15 @@ class BasicBlock(nn.Module):
         if self.shortcut is not None and self.shortcut_norm is not None:
             x = self.shortcut_norm(self.shortcut(x))
         return F.relu(y + x)
+
+    def forward_stacked(self, x: Tensor, weights: Tensors, buffers: Tensors) -> Tensor:
+        """``[B, T, C, H, W]`` -> the same for T tasks by their own weights and statistics, on fused ops."""
+        y = convolved(self, "conv1", "norm1", x, weights, buffers, relu=True)
+        y = convolved(self, "conv2", "norm2", y, weights, buffers)
+        around: Tensor | Pending = x
+        if self.shortcut is not None:
+            around = convolved(self, "shortcut", "shortcut_norm", x, weights, buffers)
+        return finish(y, around)
 
 
 class Expert(nn.Module):

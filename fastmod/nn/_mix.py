@@ -1,0 +1,17 @@
+"""``template_mix`` as the layers call it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmod import backend
+from fastmod.ops.template_mix import template_mix
+
+
+def mixed(logits: Tensor, bank: Tensor, mixing: str) -> Tensor:
+    """``template_mix`` in the dtype of the bank also under autocast: a layer lowers what it reads, a norm does not."""
+    if not backend.autocast_enabled(bank.device.type):
+        return template_mix(logits, bank, mixing)
+    with torch.autocast(bank.device.type, enabled=False):
+        return template_mix(logits, bank, mixing)

@@ -1,0 +1,516 @@
+"""Layers whose weights are mixtures of the same templates: ``Compositional``."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastmod.nn import _parts
+from fastmod.nn._mix import mixed
+from fastmod.nn._stacked import stackable
+from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
+from fastmod.nn.signatures import make_signature, sequential
+from fastmod.nn.template_bank import TemplateBank
+from fastmod.ops.cluster_penalty import cluster_penalty
+from fastmod.ops.entropy_penalty import entropy_penalty
+
+NORMS = ("mixed", "per_layer", "per_task")
+#: The parameter of a net that ``compose_`` has changed.
+COMPOSED_LOGITS = "composition/logits"
+#: Kinds of blocks of which it has been said that they run through torch.func.
+_told: set[type] = set()
+
+
+class Compositional(nn.Module):
+    """L layers of one kind of block; the weights of each are a mixture of K templates, with shares of its own.
+
+    Args:
+        block_factory: makes a block, any module that maps its input to the same shape; or a ``TemplateBank``.
+        templates: K.
+        layers: L, applied one after the other.
+        tasks: T. Each has shares of its own, and statistics of its own.
+        norm: whose the scales and shifts of normalisation layers are: ``"mixed"`` as all other weights,
+            ``"per_layer"`` the layer's for all tasks, ``"per_task"`` the layer's for each task.
+        mixing: shares from logits by ``"softmax"``, by ``"tanh"``, or ``"none"``: the logits themselves.
+        init: of the logits: ``"uniform"`` on (0, 1) for one task and on +-sqrt(6 / (K + 1)) for several, ``"diag"``
+            0.99 for the layer's own template (with fewer templates than layers, the one of a sequential signature).
+        signature: a fixed one instead of learned shares, for all tasks or a list of one per task: see
+            :func:`make_signature`.
+        share_layers: layers in which all tasks have the shares of task 0: how many from the first on, or which.
+
+    Shapes: ``forward(x, task=t)`` maps ``[B, ...]`` to ``[B, ...]``, ``forward(x, task=None)`` runs all tasks,
+    ``[T, B, ...]`` to ``[T, B, ...]``. Further arguments go to every block.
+
+    Parameters: ``bank.weight`` [K, P], ``logits`` [T, L, K] (none with a signature), ``norm_weight`` [L, N], per task
+    [L, T, N]. Buffers of the block, such as the statistics of batch norm, are never mixed: ``state.*`` [L, T, ...].
+
+    All weights are mixed by one call. A block with a method ``forward_stacked`` (``IsometricBlock``, He's) runs on
+    fused ops, all tasks in one call; any other through torch.func.functional_call, task after task, said once.
+    """
+
+    def __init__(
+        self,
+        block_factory: Callable[[], nn.Module] | TemplateBank,
+        templates: int | None = None,
+        layers: int = 1,
+        tasks: int = 1,
+        *,
+        norm: str = "mixed",
+        mixing: str = "softmax",
+        init: str = "uniform",
+        signature: str | Sequence[int] | Sequence[Sequence[int]] | None = None,
+        share_layers: int | Sequence[int] = 0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        _parts.positive_sizes(layers=layers, tasks=tasks)
+        if norm not in NORMS:
+            raise ValueError(f"norm: expected one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+        check_mixing(mixing)
+        self.bank = _bank(block_factory, templates, norm)
+        self.layers, self.tasks, self.norm, self.mixing = layers, tasks, norm, mixing
+        kinds = self.bank.templates
+        like = self.bank.weight
+        self.fixed: list[list[int]] | None = None  # a signature per task
+        if signature is not None:
+            self.fixed = _signatures(signature, kinds, layers, tasks, generator)
+            self.register_parameter("logits", None)
+        else:
+            first = first_logits(init, mixing, tasks, layers, kinds, generator)
+            self.logits = nn.Parameter(first.to(like))
+        shared = torch.zeros(layers, dtype=torch.bool, device="cpu")
+        shared[_chosen_layers(share_layers, layers)] = True
+        self.register_buffer("_shared", shared.to(like.device), persistent=False)
+        self._any_shared = bool(_chosen_layers(share_layers, layers))
+        self._trial: tuple[int, Tensor] | None = None  # logits of a task that are being tried
+        self._start(self.fixed[0] if self.fixed is not None else sequential(kinds, layers))
+        block = self.bank.block
+        self.fused = stackable(block)
+        if not self.fused and type(block) not in _told:
+            _told.add(type(block))
+            warnings.warn(
+                f"fastmod.nn.Compositional: {type(block).__name__} is not on the fused "
+                "path; it runs as it is written over the mixed weights, through torch.func.functional_call",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _start(self, templates: list[int]) -> None:
+        """What is not mixed starts in a layer as in the block that became its first template."""
+        starts = [self.bank.start(k) for k in templates]
+        own = list(self.bank.left_out)
+        if own:
+            rows = torch.stack([torch.cat([start[n].flatten() for n in own]) for start in starts])  # [L, N]
+            if self.norm == "per_task":
+                rows = rows[:, None].repeat(1, self.tasks, 1)
+            self.norm_weight = nn.Parameter(rows)
+        else:
+            self.register_parameter("norm_weight", None)
+        self.state = nn.Module()
+        self._buffers_of_block = [n for n in starts[0] if n not in self.bank.left_out]
+        for n in self._buffers_of_block:
+            first = torch.stack([start[n] for start in starts])[:, None]  # [L, 1, ...]
+            self.state.register_buffer(_key(n), first.repeat(1, self.tasks, *[1] * (first.dim() - 2)))
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, x: Tensor, *extra: Any, task: int | None = 0, order: Sequence[int] | None = None) -> Tensor:
+        """``order``: the layers in which x passes through the net, for inference in another order than trained."""
+        if task is None:
+            self._check_all(x)
+            if self.fused:
+                moved = [e.transpose(0, 1) for e in (x, *extra)]
+                return self.forward_stacked(*moved, task=None, order=order).transpose(0, 1)
+            return self._by_functional_call(None, x, extra, order)
+        task = self.check_task(task)
+        if self.fused:
+            return self.forward_stacked(*[e.unsqueeze(1) for e in (x, *extra)], task=task, order=order).squeeze(1)
+        return self._by_functional_call(task, x, extra, order)
+
+    def forward_stacked(
+        self, x: Tensor, *extra: Tensor, task: int | None = None, order: Sequence[int] | None = None
+    ) -> Tensor:
+        """``[B, T, ...]``, of one task ``[B, 1, ...]``: how the fused ops take it, for nets around this one."""
+        if not self.fused:
+            raise TypeError(f"x: {type(self.bank.block).__name__} has no forward_stacked: use forward")
+        layers = self._weights(task)
+        where = slice(None) if task is None else slice(task, task + 1)
+        block: Any = self.bank.block
+        for layer in self._in_order(order):
+            buffers = {n: getattr(self.state, _key(n))[layer, where] for n in self._buffers_of_block}
+            x = block.forward_stacked(x, layers[layer], buffers, *extra)
+        if block.training:
+            counters = [n for n in self._buffers_of_block if n.endswith("num_batches_tracked")]
+            torch._foreach_add_([getattr(self.state, _key(n))[:, where] for n in counters], 1)
+        return x
+
+    def _by_functional_call(
+        self, task: int | None, x: Tensor, extra: tuple[Any, ...], order: Sequence[int] | None
+    ) -> Tensor:
+        layers = self._weights(task)
+        if task is not None:
+            single = [{n: w.squeeze(0) for n, w in layer.items()} for layer in layers]
+            return self._chain(task, single, x, extra, order)
+        apart = [{n: w.unbind(0) for n, w in layer.items()} for layer in layers]
+        found = []
+        for t in range(self.tasks):
+            of_task = [{n: w[t] for n, w in layer.items()} for layer in apart]
+            found.append(self._chain(t, of_task, x[t], tuple(e[t] for e in extra), order))
+        return torch.stack(found)
+
+    def _chain(
+        self, task: int, layers: list[dict[str, Tensor]], x: Tensor, extra: tuple[Any, ...], order: Sequence[int] | None
+    ) -> Tensor:
+        for layer in self._in_order(order):
+            buffers = {n: getattr(self.state, _key(n))[layer, task] for n in self._buffers_of_block}
+            tensors = {**layers[layer], **buffers}
+            x = torch.func.functional_call(self.bank.block, tensors, (x, *extra))
+            for n, buffer in buffers.items():  # what a block assigned instead of writing in place
+                if tensors[n] is not buffer:
+                    buffer.copy_(tensors[n].detach())
+        return x
+
+    def _in_order(self, order: Sequence[int] | None) -> Sequence[int]:
+        if order is None:
+            return range(self.layers)
+        if self.training:
+            raise ValueError("order: expected None in training: layers are reordered for inference")
+        for layer in order:
+            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.layers:
+                raise ValueError(f"order: expected layers 0 .. {self.layers - 1}, got {layer!r}")
+        return order
+
+    def _check_all(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor [T, B, ...], got {type(x).__name__}")
+        if x.dim() < 2 or x.shape[0] != self.tasks:
+            raise ValueError(f"x: expected [T, B, ...] with T = {self.tasks} for all tasks, got shape {list(x.shape)}")
+
+    def check_task(self, task: Any) -> int:
+        if isinstance(task, (Tensor, list, tuple)):
+            raise TypeError(
+                "task: expected an int, as a batch belongs to one task (for all tasks at once: x [T, B, ...] and "
+                f"task=None), got {type(task).__name__}"
+            )
+        if isinstance(task, bool) or not isinstance(task, int):
+            raise TypeError(f"task: expected an int, got {type(task).__name__}")
+        if not 0 <= task < self.tasks:
+            raise ValueError(f"task: expected 0 .. {self.tasks - 1}, got {task}")
+        return task
+
+    # ---------------------------------------------------------------- weights
+
+    def _rows(self, task: int | None) -> Tensor:
+        """The logits in force, [L, T or 1, K]."""
+        logits = self.logits
+        assert logits is not None
+        rows: Tensor = logits
+        if self._trial is not None:
+            at, tried = self._trial
+            rows = torch.cat([rows[:at], tried[None].to(rows), rows[at + 1 :]])
+        if self._any_shared:
+            rows = torch.where(self._shared[:, None], rows[:1], rows)  # type: ignore[index]
+        if task is not None:
+            rows = rows[task : task + 1]
+        return rows.transpose(0, 1)
+
+    def _weights(self, task: int | None) -> list[dict[str, Tensor]]:
+        """Per layer the weights by their names in the block, each [T or 1, *shape]."""
+        layers = self._by_signature(task) if self.fixed is not None else self._by_mixing(task)
+        if self.norm_weight is None:
+            return layers
+        norms: Tensor = self.norm_weight
+        count = self.tasks if task is None else 1
+        if self.norm == "per_layer":
+            norms = norms[:, None].expand(-1, count, -1)
+        elif task is not None:
+            norms = norms[:, task : task + 1]
+        shapes = self.bank.left_out
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        found = []
+        for layer, row in zip(layers, norms.unbind(0), strict=True):
+            parts = zip(shapes.items(), row.split(sizes, -1), strict=True)
+            found.append({**layer, **{n: part.reshape((count, *shape)) for (n, shape), part in parts}})
+        return found
+
+    def _by_mixing(self, task: int | None) -> list[dict[str, Tensor]]:
+        weights = mixed(self._rows(task), self.bank.weight, self.mixing)  # [L, T or 1, P]
+        return [self.bank.split(row) for row in weights.unbind(0)]
+
+    def _by_signature(self, task: int | None) -> list[dict[str, Tensor]]:
+        """Views into the bank: nothing is mixed, and a layer of all tasks is copied only where they differ."""
+        assert self.fixed is not None
+        rows = self.bank.weight.unbind(0)
+        known: dict[tuple[int, ...], dict[str, Tensor]] = {}
+        found = []
+        for layer in range(self.layers):
+            chosen = tuple(s[layer] for s in self.fixed) if task is None else (self.fixed[task][layer],)
+            if chosen not in known:
+                one = rows[chosen[0]][None]
+                known[chosen] = self.bank.split(one if len(chosen) == 1 else torch.stack([rows[k] for k in chosen]))
+            found.append(known[chosen])
+        return found
+
+    def weights(self, layer: int, task: int = 0) -> dict[str, Tensor]:
+        """The weights of one layer by their names in the block."""
+        task = self.check_task(task)
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.layers:
+            raise ValueError(f"layer: expected 0 .. {self.layers - 1}, got {layer!r}")
+        return {n: w.squeeze(0) for n, w in self._weights(task)[layer].items()}
+
+    # ----------------------------------------------------------------- shares
+
+    def mixture(self, task: int | None = None) -> Tensor:
+        """Shares of the templates [T, L, K], of one task [L, K]; without gradients."""
+        if self.fixed is not None:
+            chosen = torch.tensor(self.fixed, device=self.bank.weight.device)
+            xi = nn.functional.one_hot(chosen, self.bank.templates).to(self.bank.weight.dtype)
+        else:
+            xi = weights_of(self._rows(None).transpose(0, 1).detach().clone(), self.mixing)
+        return xi if task is None else xi[self.check_task(task)]
+
+    def signature(self, task: int = 0) -> list[int]:
+        """The template with the largest share, layer by layer."""
+        return [int(k) for k in self.mixture(self.check_task(task)).argmax(-1)]
+
+    def sharing(self, task: int, other: int) -> Tensor:
+        """How much of the templates two tasks have in common, layer by layer: ``sum_k min(xi, xi')`` [L]."""
+        return torch.minimum(self.mixture(self.check_task(task)), self.mixture(self.check_task(other))).sum(-1)
+
+    def harden(self) -> Compositional:
+        """A copy of the net at its signatures, one template a layer: weights are views into its bank."""
+        found = copy.deepcopy(self)
+        found.fixed = [self.signature(t) for t in range(self.tasks)]
+        found.logits = None  # type: ignore[assignment]
+        return found
+
+    def cluster_penalty(self, squared: bool = False) -> Tensor:
+        """``sum_k xi_k ||mixture - template_k||``, over all layers and tasks: draws shares to one template and
+        templates together; see ``fastmod.ops.cluster_penalty``."""
+        return cluster_penalty(self._learned("cluster_penalty"), self.bank.weight, squared=squared)
+
+    def entropy_penalty(self) -> Tensor:
+        """Entropy of the shares, summed over all layers and tasks."""
+        return entropy_penalty(self._learned("entropy_penalty"))
+
+    def _learned(self, what: str) -> Tensor:
+        if self.fixed is not None or self.mixing != "softmax":
+            raise ValueError(f"{what}: expected learned shares by softmax, got {self._kind()}")
+        return self._rows(None)
+
+    def _kind(self) -> str:
+        return f"mixing={self.mixing!r}" if self.fixed is None else "a fixed signature"
+
+    # --------------------------------------------------------------- changing
+
+    def add_task(
+        self,
+        init: int | str | Sequence[float] = "uniform",
+        *,
+        accuracies: Sequence[float] | None = None,
+        loss: Callable[[], Tensor] | None = None,
+        steps: int = 100,
+        lr: float = 0.1,
+    ) -> int:
+        """One more task; returns its number. Parameters become new ones: an optimiser has to be made anew.
+
+        Args:
+            init: a task to copy, ``"uniform"``, or an interpolation of the tasks' shares: coefficients,
+                ``"accuracy"`` (in proportion to ``accuracies``, those of the other tasks' shares on the new data), or
+                ``"learned"``: coefficients that ``steps`` steps of Adam find for ``loss``, a function without
+                arguments that runs the net on the new task, whose number is ``tasks - 1`` then.
+
+        Statistics, and scales and shifts per task, are copied from the task with the largest coefficient.
+        """
+        old = self.tasks
+        coefficients = self.coefficients(init, accuracies, loss)
+        source = 0 if coefficients is None else int(coefficients.argmax())
+        if self.fixed is not None:
+            if isinstance(init, bool) or not isinstance(init, int):
+                raise ValueError("init: expected the number of a task, as the net has fixed signatures")
+            self.fixed = [*self.fixed, self.fixed[source]]
+        else:
+            self._add_logits(coefficients)
+        if self.norm_weight is not None and self.norm == "per_task":
+            values = self.norm_weight.detach()
+            self.norm_weight = _renewed(self.norm_weight, torch.cat([values, values[:, source : source + 1]], 1))
+        for n in self._buffers_of_block:
+            buffer = getattr(self.state, _key(n))
+            self.state._buffers[_key(n)] = torch.cat([buffer, buffer[:, source : source + 1]], 1)
+        self.tasks = old + 1
+        if init == "learned":
+            assert loss is not None
+            self._learn(old, loss, steps, lr)
+        return old
+
+    def coefficients(
+        self, init: int | str | Sequence[float], accuracies: Sequence[float] | None, loss: Callable[[], Tensor] | None
+    ) -> Tensor | None:
+        """Of the tasks there are; None where the shares are drawn."""
+        if isinstance(init, str):
+            if init == "uniform":
+                return None
+            if init == "learned":
+                if not callable(loss):
+                    raise TypeError(f"loss: expected a function for init='learned', got {type(loss).__name__}")
+                return torch.full((self.tasks,), 1 / self.tasks)
+            if init != "accuracy":
+                raise ValueError(
+                    f"init: expected a task, coefficients, 'uniform', 'accuracy' or 'learned', got {init!r}"
+                )
+            return self._normed("accuracies", accuracies)
+        if isinstance(init, (list, tuple, Tensor)):
+            return self._normed("init", init)
+        return nn.functional.one_hot(torch.tensor(self.check_task(init)), self.tasks).float()
+
+    def _normed(self, name: str, values: Any) -> Tensor:
+        found = torch.as_tensor([] if values is None else values, dtype=torch.float64)
+        if found.shape != (self.tasks,) or bool((found < 0).any()) or not 0 < float(found.sum()) < math.inf:
+            raise ValueError(f"{name}: expected a number >= 0 for each of {self.tasks} tasks, got {values}")
+        return found / found.sum()
+
+    def _add_logits(self, coefficients: Tensor | None) -> None:
+        assert self.logits is not None
+        values = self.logits.detach()
+        if coefficients is None:
+            new = first_logits("uniform", self.mixing, 2, self.layers, self.bank.templates)[0].to(values)
+        elif int((coefficients > 0).sum()) == 1:
+            new = self._rows(int(coefficients.argmax())).detach()[:, 0]
+        else:
+            new = logits_of(torch.einsum("t,tlk->lk", coefficients.to(values), self.mixture()), self.mixing)
+        self.logits = _renewed(self.logits, torch.cat([values, new[None]]))
+
+    def _learn(self, task: int, loss: Callable[[], Tensor], steps: int, lr: float) -> None:
+        xi = self.mixture()[:task]  # [T, L, K]
+        chosen = xi.new_zeros(task, requires_grad=True)
+        optimizer = torch.optim.Adam([chosen], lr)
+        try:
+            for _ in range(steps):
+                with torch.enable_grad():
+                    tried = torch.einsum("t,tlk->lk", chosen.softmax(0), xi)
+                    self._trial = (task, logits_of(tried, self.mixing))
+                    (chosen.grad,) = torch.autograd.grad(loss(), chosen)
+                optimizer.step()
+        finally:
+            self._trial = None
+        with torch.no_grad():
+            found = torch.einsum("t,tlk->lk", chosen.softmax(0), xi)
+            assert self.logits is not None
+            self.logits[task] = logits_of(found, self.mixing)
+
+    @torch.no_grad()
+    def copy_statistics(self, source: int, target: int) -> None:
+        """Give one task the buffers of another, such as a new domain the statistics of a source."""
+        source, target = self.check_task(source), self.check_task(target)
+        for buffer in self.state.buffers():
+            buffer[:, target] = buffer[:, source]
+
+    def add_template(self, init: int | nn.Module | Callable[[], nn.Module], share: float = 0.01) -> int:
+        """One more template, a copy of one or a block's weights, with this share in every layer (softmax; else none).
+
+        Returns its number. Parameters become new ones: an optimiser has to be made anew.
+        """
+        if not 0 < share < 1:
+            raise ValueError(f"share: expected a number between 0 and 1, got {share}")
+        number = self.bank.add_template(init)
+        if self.logits is not None:
+            values = self.logits.detach()
+            new = torch.zeros_like(values[..., :1])
+            if self.mixing == "softmax":
+                new = values.logsumexp(-1, keepdim=True) + math.log(share / (1 - share))
+            self.logits = _renewed(self.logits, torch.cat([values, new], -1))
+        return number
+
+    def remove_template(self, index: int) -> None:
+        """One template less; by softmax the others take its share in proportion to theirs."""
+        self.bank.check_index(index)
+        if self.fixed is not None and any(index in signature for signature in self.fixed):
+            raise ValueError(f"template: expected one that no signature uses, got {index}")
+        self.bank.remove_template(index)
+        if self.fixed is not None:
+            self.fixed = [[k - (k > index) for k in signature] for signature in self.fixed]
+        if self.logits is not None:
+            values = self.logits.detach()
+            self.logits = _renewed(self.logits, torch.cat([values[..., :index], values[..., index + 1 :]], -1))
+
+    def extra_repr(self) -> str:
+        return f"layers={self.layers}, tasks={self.tasks}, norm={self.norm!r}, {self._kind()}"
+
+
+def first_logits(
+    init: str, mixing: str, tasks: int, layers: int, templates: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """``[T, L, K]``."""
+    if init == "uniform":
+        drawn = torch.rand(tasks, layers, templates, generator=generator, device="cpu")
+        return drawn if tasks == 1 else (2 * drawn - 1) * math.sqrt(6 / (templates + 1))
+    if init != "diag":
+        raise ValueError(f"init: expected 'uniform' or 'diag', got {init!r}")
+    return near_one_hot(sequential(templates, layers), templates, mixing).repeat(tasks, 1, 1)
+
+
+def _signatures(
+    signature: Any, templates: int, layers: int, tasks: int, generator: torch.Generator | None
+) -> list[list[int]]:
+    """Of every task."""
+    if isinstance(signature, (list, tuple)) and signature and all(isinstance(s, (str, list, tuple)) for s in signature):
+        if len(signature) != tasks:
+            raise ValueError(f"signature: expected one for each of {tasks} tasks, got {len(signature)}")
+        return [make_signature(s, templates, layers, generator) for s in signature]
+    return [make_signature(signature, templates, layers, generator)] * tasks
+
+
+def _bank(block_factory: Any, templates: int | None, norm: str) -> TemplateBank:
+    if not isinstance(block_factory, TemplateBank):
+        if templates is None:
+            raise TypeError("templates: expected an int, got None")
+        return TemplateBank(block_factory, templates, norm=norm == "mixed")
+    if templates is not None and templates != block_factory.templates:
+        raise ValueError(f"templates: expected the bank's {block_factory.templates}, got {templates}")
+    if block_factory.norm != (norm == "mixed"):
+        raise ValueError(f"block_factory: expected a bank made with norm={norm == 'mixed'} for norm={norm!r}")
+    return block_factory
+
+
+def _chosen_layers(layers: int | Sequence[int], count: int) -> list[int]:
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        if not 0 <= layers <= count:
+            raise ValueError(f"share_layers: expected 0 .. {count} layers, got {layers}")
+        return list(range(layers))
+    if not isinstance(layers, (list, tuple, range)):
+        raise TypeError(f"share_layers: expected an int or a list of layers, got {type(layers).__name__}")
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
+            raise ValueError(f"share_layers: expected layers 0 .. {count - 1}, got {layer!r}")
+    return list(layers)
+
+
+def _renewed(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def _key(name: str) -> str:
+    """A buffer's name in the block as a name here, which allows no dots."""
+    return name.replace(".", "/")
+
+
+def logit_groups(model: nn.Module, lr: float, factor: float = 1.0) -> list[dict[str, Any]]:
+    """Parameter groups for an optimiser: all others at ``lr``, the logits of mixtures at ``factor * lr``.
+
+    >>> optimizer = torch.optim.RMSprop(fastmod.nn.logit_groups(net, 0.02, factor=10), momentum=0.9)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    found = [m.logits for m in model.modules() if isinstance(m, Compositional) and m.logits is not None]
+    found += [p for n, p in model.named_parameters() if n.endswith(COMPOSED_LOGITS)]
+    if not found:
+        raise ValueError(f"model: expected mixtures with logits, got {type(model).__name__} without")
+    known = {id(p) for p in found}
+    others = [p for p in model.parameters() if id(p) not in known]
+    return [{"params": others, "lr": lr}, {"params": found, "lr": factor * lr}]

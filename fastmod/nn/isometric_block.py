@@ -1,0 +1,99 @@
+"""The residual block of isometric nets, as ordinary modules and, over weights of several tasks, on the fused ops."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmod.nn import _parts
+from fastmod.nn._pending import Pending, finish
+from fastmod.nn._stacked import Tensors, convolved, transformed
+from fastmod.ops.norm_pool import norm_pool
+
+
+class IsometricBlock(nn.Module):
+    """``[B, C, H, W]`` -> ``[B, C, H, W]``, like the block of MobileNetV3, with batch norm after every convolution.
+
+    1x1 ``expand`` and ReLU, 3x3 ``depthwise`` and ReLU, squeeze-excite (the mean over the pixels, ``squeeze`` to a
+    quarter and ReLU, ``excite`` and sigmoid), 1x1 ``project``, plus the input; no ReLU after the sum.
+
+    Args:
+        channels: C.
+        se: whether there is a squeeze-excite.
+        expansion: channels inside, as a multiple of C.
+        bias: whether the convolutions have biases; those of the squeeze-excite never do.
+        second_input: whether ``expand`` reads further C channels, ``forward(x, other)``, beside those of x.
+
+    ``forward`` is ordinary PyTorch. ``forward_stacked`` computes the same for T tasks side by side on fused ops, where
+    no expanded tensor is normalised, activated or gated by a pass of its own.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        se: bool = True,
+        *,
+        expansion: int = 6,
+        bias: bool = False,
+        second_input: bool = False,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+    ) -> None:
+        super().__init__()
+        _parts.positive_sizes(channels=channels, expansion=expansion)
+        wide = expansion * channels
+        self.channels, self.second_input = channels, second_input
+        self.expand = nn.Conv2d(2 * channels if second_input else channels, wide, 1, bias=bias)
+        self.expand_norm = nn.BatchNorm2d(wide, eps, momentum)
+        self.depthwise = nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=bias)
+        self.depthwise_norm = nn.BatchNorm2d(wide, eps, momentum)
+        self.squeeze: nn.Conv2d | None = None
+        if se:
+            self.squeeze = nn.Conv2d(wide, max(wide // 4, 1), 1, bias=False)
+            self.squeeze_norm = nn.BatchNorm2d(self.squeeze.out_channels, eps, momentum)
+            self.excite = nn.Conv2d(self.squeeze.out_channels, wide, 1, bias=False)
+            self.excite_norm = nn.BatchNorm2d(wide, eps, momentum)
+        self.project = nn.Conv2d(wide, channels, 1, bias=bias)
+        self.project_norm = nn.BatchNorm2d(channels, eps, momentum)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Convolutions normal with variance 2 / fan-out, as He et al. start them; biases 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        y = F.relu(self.expand_norm(self.expand(self._inputs(x, other, 1))))
+        y = F.relu(self.depthwise_norm(self.depthwise(y)))
+        if self.squeeze is not None:
+            gate = F.relu(self.squeeze_norm(self.squeeze(y.mean((2, 3), keepdim=True))))
+            y = y * torch.sigmoid(self.excite_norm(self.excite(gate)))
+        return x + self.project_norm(self.project(y))
+
+    def _inputs(self, x: Tensor, other: Tensor | None, dim: int) -> Tensor:
+        if self.second_input != (other is not None):
+            raise ValueError(f"other: expected {'a second input' if self.second_input else 'none'}")
+        return x if other is None else torch.cat([x, other], dim)
+
+    def forward_stacked(self, x: Tensor, weights: Tensors, buffers: Tensors, other: Tensor | None = None) -> Tensor:
+        """``[B, T, C, H, W]`` -> the same, task t with the weights ``[T, ...]`` and the statistics ``[T, ...]`` at t.
+
+        ``num_batches_tracked`` is left to the caller.
+        """
+        tensors = weights, buffers
+        y = convolved(self, "expand", "expand_norm", self._inputs(x, other, 2), *tensors, relu=True)
+        y = convolved(self, "depthwise", "depthwise_norm", y, *tensors, relu=True)
+        gate = None if self.squeeze is None else self._gate(y, *tensors)
+        return finish(convolved(self, "project", "project_norm", y, *tensors, gate=gate), x, relu=False)
+
+    def _gate(self, y: Pending, weights: Tensors, buffers: Tensors) -> Tensor:
+        """``[B, T, C]`` in the dtype of the images."""
+        assert y.scale is not None and y.shift is not None
+        pooled = norm_pool(y.images, y.scale, y.shift, relu=True)  # [B, T, C]
+        squeezed = transformed(self, "squeeze", "squeeze_norm", pooled, weights, buffers).relu()
+        gate = transformed(self, "excite", "excite_norm", squeezed, weights, buffers).sigmoid()
+        return gate.to(y.images.dtype)

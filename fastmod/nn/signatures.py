@@ -1,0 +1,69 @@
+"""Which template serves which layer, where that is not learned: fixed signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+
+from fastmod.nn import _parts
+
+KINDS = ("sequential", "cyclic", "random", "progressive")
+
+
+def make_signature(
+    kind: str | Sequence[int], templates: int, layers: int, generator: torch.Generator | None = None
+) -> list[int]:
+    """Template of every layer, counted from 0.
+
+    ``sequential`` 0 0 1 1, ``cyclic`` 0 1 0 1, ``random`` a shuffled sequential one (drawn by ``generator``),
+    ``progressive`` 0 1 1 2 2 2 2 3 3 3 3 3: repeats that grow by equal steps. Explicit numbers are checked.
+    """
+    _parts.positive_sizes(templates=templates, layers=layers)
+    if not isinstance(kind, str):
+        return _explicit(kind, templates, layers)
+    if kind not in KINDS:
+        raise ValueError(f"signature: expected one of {', '.join(map(repr, KINDS))} or template numbers, got {kind!r}")
+    if layers < templates:
+        raise ValueError(f"signature: expected at least a layer for each of {templates} templates, got {layers} layers")
+    if kind == "cyclic":
+        return [layer % templates for layer in range(layers)]
+    if kind == "progressive":
+        return [k for k, count in enumerate(progressive_repeats(templates, layers)) for _ in range(count)]
+    found = sequential(templates, layers)
+    if kind == "random":
+        order = torch.randperm(layers, generator=generator, device="cpu").tolist()
+        found = [found[i] for i in order]
+    return found
+
+
+def sequential(templates: int, layers: int) -> list[int]:
+    """Each template as often as the others, one after the other; with templates to spare, the first ones."""
+    return [layer if templates >= layers else layer * templates // layers for layer in range(layers)]
+
+
+def progressive_repeats(templates: int, layers: int) -> list[int]:
+    """``1 + (L - K) (k - 1) / (K (K - 1) / 2)`` for k = 1 .. K, rounded so that the sum is L."""
+    if templates == 1:
+        return [layers]
+    step = Fraction(2 * (layers - templates), templates * (templates - 1))
+    exact = [1 + step * k for k in range(templates)]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(templates), key=lambda k: (exact[k] - counts[k], k), reverse=True)
+    for k in by_remainder[: layers - sum(counts)]:
+        counts[k] += 1
+    return counts
+
+
+def _explicit(numbers: Sequence[int], templates: int, layers: int) -> list[int]:
+    if not isinstance(numbers, (list, tuple)):
+        raise TypeError(f"signature: expected a name or a list of template numbers, got {type(numbers).__name__}")
+    if len(numbers) != layers:
+        raise ValueError(f"signature: expected a template for each of {layers} layers, got {len(numbers)}")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"signature: expected ints, got {type(number).__name__}")
+        if not 0 <= number < templates:
+            raise ValueError(f"signature: expected templates 0 .. {templates - 1}, got {number}")
+    return list(numbers)

@@ -1,0 +1,580 @@
+"""TemplateBank and Compositional: equal to ordinary blocks over mixed weights, and all that a module must survive."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastmod
+from fastmod.nn import BasicBlock, Compositional, IsometricBlock, TemplateBank, logit_groups, make_signature
+from tests.nn.conv_backends import BACKENDS
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with fastmod.use_backend(request.param):
+        yield request.param
+
+
+class Wrapped(nn.Module):
+    """A block that Compositional does not know, around one it knows."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
+        return self.block(x, *extra)
+
+
+class Dense(nn.Module):
+    """A tied weight, a scalar, a norm, a buffer that is written in place and one that is assigned."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(size, size)
+        self.second = nn.Linear(size, size)
+        self.second.weight = self.first.weight
+        self.gain = nn.Parameter(torch.rand(()))
+        self.norm = nn.LayerNorm(size)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.last = x.detach().mean(0)
+        return x + self.gain * torch.tanh(self.second(torch.tanh(self.first(self.norm(x)))))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fastmod.nn.Compositional")
+        yield
+
+
+def make(block: Callable[[], nn.Module], *args: Any, **options: Any) -> Compositional:
+    torch.manual_seed(0)
+    net = Compositional(block, *args, **options).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in net.parameters():  # batch norm not at its start
+            p.add_(0.2 * torch.rand(p.shape, generator=generator, dtype=p.dtype))
+    return net
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def mixed_by_hand(net: Compositional, task: int, layer: int) -> dict[str, Tensor]:
+    xi = net.logits[task, layer].softmax(0)
+    templates = [net.bank.template(k) for k in range(net.bank.templates)]
+    return {n: sum(xi[k] * t[n] for k, t in enumerate(templates)) for n in templates[0]}
+
+
+# ------------------------------------------------------------------ the fused path
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "se": lambda: IsometricBlock(4),
+    "no se": lambda: IsometricBlock(3, se=False, bias=True, expansion=2, eps=1e-3, momentum=0.3),
+    "basic": lambda: BasicBlock(4, 4),
+}
+
+
+@pytest.mark.parametrize("norm", ["mixed", "per_layer", "per_task"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_fused_equals_ordinary(backend: str, block: str, norm: str) -> None:
+    """Outputs, gradients and running statistics of one task and of all at once, in training and in eval."""
+    fast = make(BLOCKS[block], 3, 4, 2, norm=norm)
+    slow = make(lambda: Wrapped(BLOCKS[block]()), 3, 4, 2, norm=norm)
+    assert fast.fused and not slow.fused
+    channels = next(iter(fast.bank.shapes.values()))[1]
+    x = noise(2, 5, channels, 5, 4)
+    for task, training in ((1, True), (None, True), (0, False), (None, False)):
+        outs, grads = [], []
+        for net in (fast, slow):
+            net.train(training).zero_grad()
+            own = (x if task is None else x[task]).clone().requires_grad_()
+            outs.append(net(own, task=task))
+            (outs[-1] * noise(*outs[-1].shape)).sum().backward()
+            grads.append([own.grad, *[p.grad for p in net.parameters()]])
+        close(outs[0], outs[1])
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
+        for ours, theirs in zip(fast.buffers(), slow.buffers(), strict=True):
+            close(ours, theirs)
+    counts = [b for n, b in fast.state.named_buffers() if n.endswith("num_batches_tracked")]
+    assert all(b.tolist() == [[1, 2]] * 4 for b in counts) and counts
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_equals_separate_modules(fused: bool) -> None:
+    """A layer is the ordinary block at its mixed weights, with statistics of its own."""
+    inner = BLOCKS["se"]
+    net = make(inner if fused else lambda: Wrapped(inner()), 3, 4, 2)
+    modules = []
+    for layer in range(4):
+        module = inner().double()
+        values = {n.removeprefix("block."): v for n, v in mixed_by_hand(net, 1, layer).items()}
+        module.load_state_dict(values, strict=False)
+        modules.append(module)
+    x = expected = noise(5, 4, 6, 5)
+    for module in modules:
+        expected = module(expected)
+    close(net(x, task=1), expected)
+    name = "depthwise_norm/running_var" if fused else "block/depthwise_norm/running_var"
+    close(net.state.get_buffer(name)[:, 1], torch.stack([m.depthwise_norm.running_var for m in modules]))
+    close(net.state.get_buffer(name)[:, 0], torch.ones_like(net.state.get_buffer(name)[:, 0]))
+
+
+def test_second_input(backend: str) -> None:
+    fast = make(lambda: IsometricBlock(3, second_input=True), 2, 3)
+    slow = make(lambda: Wrapped(IsometricBlock(3, second_input=True)), 2, 3)
+    x = noise(4, 3, 4, 4)
+    close(fast(x, x), slow(x, x))
+    with pytest.raises(ValueError, match="other: expected a second input"):
+        fast(x)
+
+
+def test_mean_over_all_batches() -> None:
+    """Momentum None has a rate of its own in every layer and task: such a block runs as it is written."""
+
+    def block() -> nn.Module:
+        found = BasicBlock(3, 3)
+        found.norm1.momentum = None
+        return found
+
+    net = make(block, 2, 2, 2)
+    assert not net.fused
+    net(noise(4, 3, 5, 5), task=1)
+    ones, before = net.state.get_buffer("norm1/running_var"), torch.ones(3, dtype=torch.float64)
+    assert torch.equal(ones[0, 0], before) and not torch.equal(ones[0, 1], before)
+
+
+def test_said_once() -> None:
+    class Unknown(Wrapped):
+        pass
+
+    with pytest.warns(RuntimeWarning, match="Unknown is not on the fused path"):
+        Compositional(lambda: Unknown(nn.Linear(2, 2)), 2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Compositional(lambda: Unknown(nn.Linear(2, 2)), 2, 2)
+        Compositional(lambda: IsometricBlock(2), 2, 2)
+
+
+# ---------------------------------------------------------------------- any block
+
+
+@pytest.mark.parametrize("mixing", ["softmax", "tanh", "none"])
+@pytest.mark.parametrize("norm", ["mixed", "per_layer", "per_task"])
+def test_any_block(norm: str, mixing: str) -> None:
+    net = make(Dense, 3, 4, 2, norm=norm, mixing=mixing)
+    shares = {"softmax": lambda v: v.softmax(-1), "tanh": torch.tanh, "none": lambda v: v}[mixing](net.logits)
+    x = noise(2, 5, 4)
+    expected = []
+    for t in range(2):
+        y = x[t]
+        for layer in range(4):
+            w = net.bank.split(shares[t, layer] @ net.bank.weight)
+            if norm != "mixed":
+                row = net.norm_weight[layer] if norm == "per_layer" else net.norm_weight[layer, t]
+                w["norm.weight"], w["norm.bias"] = row[:4], row[4:]
+            h = nn.functional.layer_norm(y, (4,), w["norm.weight"], w["norm.bias"])
+            h = torch.tanh(h @ w["first.weight"].T + w["first.bias"])
+            y = y + w["gain"] * torch.tanh(h @ w["first.weight"].T + w["second.bias"])
+        expected.append(y)
+    found = net(x, task=None)
+    close(found, torch.stack(expected))
+    close(net(x[1], task=1), expected[1])
+    parameters = list(net.parameters())
+    ours = torch.autograd.grad(found.square().sum(), parameters)
+    theirs = torch.autograd.grad(torch.stack(expected).square().sum(), parameters)
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+    assert net.state.seen.tolist() == [[1, 2]] * 4
+    close(net.state.last[0], x.mean(1))
+
+
+def test_transformer_block() -> None:
+    net = make(lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 2, 3)
+    x = noise(2, 5, 4)
+    net(x).sum().backward()
+    assert net.bank.weight.grad.abs().sum() > 0 and net.logits.grad.abs().sum() > 0
+    one = make(lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 2, 3, signature=[1, 0, 1])
+    expected = x
+    for module in [one.bank.to_modules()[k] for k in (1, 0, 1)]:
+        expected = module(expected)
+    close(one(x), expected)
+
+
+# ------------------------------------------------------------------------- bank
+
+
+def test_bank() -> None:
+    torch.manual_seed(0)
+    modules = [Dense() for _ in range(3)]
+    bank = TemplateBank.from_modules(modules)
+    assert bank.weight.shape == (3, sum(p.numel() for p in modules[0].parameters()))
+    for k, module in enumerate(modules):
+        views = bank.template(k)
+        assert list(views) == [n for n, _ in module.named_parameters()]
+        for n, p in module.named_parameters():
+            assert torch.equal(views[n], p)
+            assert views[n].untyped_storage().data_ptr() == bank.weight.untyped_storage().data_ptr()
+    x = torch.randn(3, 4)
+    for module, other in zip(modules, bank.to_modules(), strict=True):
+        assert torch.equal(module(x), other(x))
+    same = TemplateBank.from_state_dicts(Dense(), [m.state_dict() for m in modules])
+    assert torch.equal(same.weight, bank.weight)
+    assert list(bank.state_dict()) == ["weight"]
+
+
+def test_bank_without_norms() -> None:
+    bank = TemplateBank(Dense, 2, norm=False)
+    assert set(bank.left_out) == {"norm.weight", "norm.bias"} and "norm.weight" not in bank.shapes
+    with pytest.raises(ValueError, match="norm=True for norm='mixed'"):
+        Compositional(bank, layers=2)
+    net = Compositional(bank, layers=2, norm="per_layer")
+    assert net.norm_weight.shape == (2, 8)
+
+
+def test_starts_from_trained_blocks() -> None:
+    """Blocks as templates in their own order: the net that they were, statistics included."""
+    torch.manual_seed(0)
+    modules = [BasicBlock(3, 3).double() for _ in range(3)]
+    x = noise(4, 3, 5, 5)
+    for module in modules:
+        module(x)
+        module.eval()
+    net = Compositional(TemplateBank.from_modules(modules), layers=3, signature="sequential").eval()
+    expected = x
+    for module in modules:
+        expected = module(expected)
+    close(net(x), expected)
+
+
+# ------------------------------------------------------------------- signatures
+
+
+def test_signatures() -> None:
+    assert make_signature("sequential", 2, 4) == [0, 0, 1, 1]
+    assert make_signature("sequential", 3, 7) == [0, 0, 0, 1, 1, 2, 2]
+    assert make_signature("cyclic", 2, 5) == [0, 1, 0, 1, 0]
+    assert make_signature("progressive", 4, 12) == [0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3]  # the paper's example
+    assert make_signature("progressive", 1, 3) == [0, 0, 0]
+    assert make_signature("progressive", 3, 3) == [0, 1, 2]
+    for templates in range(1, 9):
+        for layers in range(templates, 33):
+            repeats = make_signature("progressive", templates, layers)
+            assert len(repeats) == layers and repeats == sorted(repeats) and set(repeats) == set(range(templates))
+    drawn = make_signature("random", 4, 16, torch.Generator().manual_seed(0))
+    assert sorted(drawn) == make_signature("sequential", 4, 16) and drawn != sorted(drawn)
+    assert make_signature([1, 1, 0], 2, 3) == [1, 1, 0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_harden(fused: bool) -> None:
+    block = BLOCKS["se"] if fused else Dense
+    net = make(block, 3, 5, 2)
+    with torch.no_grad():
+        net.logits.mul_(500)  # shares of 0 and 1
+    hard = net.harden()
+    x = noise(4, 4, 5, 5) if fused else noise(4, 4)
+    close(hard(x, task=1), net(x, task=1))
+    stacked = torch.stack([x, x])
+    close(hard(stacked, task=None), net(stacked, task=None))
+    assert hard.logits is None and [hard.signature(t) for t in range(2)] == [net.signature(t) for t in range(2)]
+    assert torch.equal(hard.mixture().argmax(-1), net.mixture().argmax(-1))
+    place = hard.bank.weight.untyped_storage().data_ptr()
+    assert all(w.untyped_storage().data_ptr() == place for w in hard.weights(2, 1).values())
+    hard(x, task=1).sum().backward()
+    used = set(hard.signature(1))
+    assert [k for k in range(3) if hard.bank.weight.grad[k].abs().sum() > 0] == sorted(used)
+
+
+def test_diag() -> None:
+    for mixing in ("softmax", "tanh", "none"):
+        net = Compositional(Dense, 4, 4, 3, init="diag", mixing=mixing)
+        xi = net.mixture()
+        torch.testing.assert_close(xi.diagonal(dim1=1, dim2=2), torch.full((3, 4), 0.99))
+        assert float((xi.sum(-1) - xi.amax(-1)).abs().max()) < 0.011
+    assert Compositional(Dense, 2, 4, init="diag").signature() == [0, 0, 1, 1]
+    assert Compositional(Dense, 6, 4, init="diag").signature() == [0, 1, 2, 3]
+
+
+def test_uniform() -> None:
+    one, many = Compositional(Dense, 5, 40), Compositional(Dense, 5, 40, 2)
+    assert 0 <= one.logits.min() < 0.1 and 0.9 < one.logits.max() <= 1
+    assert 0.9 < many.logits.max() <= 1 and -1 <= many.logits.min() < -0.9  # sqrt(6 / 6)
+
+
+def test_order() -> None:
+    net = make(Dense, 2, 3).eval()
+    x = noise(3, 4)
+    by_hand = x
+    for layer in (2, 0, 1):
+        by_hand = net(by_hand, order=[layer])
+    close(net(x, order=[2, 0, 1]), by_hand)
+    with pytest.raises(ValueError, match=r"order: expected layers 0 .. 2, got 3"):
+        net(x, order=[3])
+    with pytest.raises(ValueError, match="None in training"):
+        net.train()(x, order=[0])
+
+
+# -------------------------------------------------------------------- changing
+
+
+def test_sharing() -> None:
+    net = make(Dense, 3, 4, 2, share_layers=[1])
+    a, b = net.mixture()
+    close(net.sharing(0, 1), torch.minimum(a, b).sum(-1))
+    close(net.sharing(0, 1)[1], torch.ones((), dtype=torch.float64))
+
+
+def test_share_layers() -> None:
+    net = make(Dense, 3, 4, 3, share_layers=2)
+    xi = net.mixture()
+    assert torch.equal(xi[:1, :2].expand(3, -1, -1), xi[:, :2]) and not torch.equal(xi[0, 2:], xi[1, 2:])
+    net(noise(3, 4), task=2).sum().backward()
+    moved = net.logits.grad.abs().sum(-1) > 0
+    assert moved.tolist() == [[True, True, False, False], [False] * 4, [False, False, True, True]]
+
+
+@pytest.mark.parametrize("norm", ["mixed", "per_task"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_add_task(fused: bool, norm: str) -> None:
+    net = make(BLOCKS["se"] if fused else Dense, 3, 4, 2, norm=norm)
+    x = noise(4, 4, 5, 5) if fused else noise(4, 4)
+    net(x, task=1)
+    net.eval()
+    before = [net(x, task=t) for t in range(2)]
+    assert net.add_task(1) == 2
+    for t, expected in ((0, before[0]), (1, before[1]), (2, before[1])):
+        close(net(x, task=t), expected)
+    assert net.add_task("accuracy", accuracies=[1, 0, 3]) == 3
+    xi = net.mixture()
+    close(xi[3], (xi[0] + 3 * xi[2]) / 4)
+    close(net.logits[3], xi[3].log())
+    assert net.add_task([0.5, 0.5, 0, 0]) == 4 and net.add_task() == 5
+    close(net.mixture()[4], (xi[0] + xi[1]) / 2)
+    assert net(torch.stack([x] * 6), task=None).shape[0] == 6
+
+
+def test_add_task_learned() -> None:
+    """Coefficients find the task that the data came from; nothing else changes."""
+    net = make(Dense, 3, 4, 3)
+    x = noise(20, 4)
+    target = net(x, task=1).detach()
+    before = copy.deepcopy(net.state_dict())
+    new = net.add_task("learned", loss=lambda: (net(x, task=3) - target).square().mean(), steps=150, lr=0.2)
+    for name in ("bank.weight", "logits"):
+        assert torch.equal(net.state_dict()[name][:3], before[name])
+    assert net.bank.weight.grad is None and net._trial is None
+    far = [float((net.mixture(new) - net.mixture(t)).abs().max()) for t in range(3)]
+    assert far[1] < 0.02 < min(far[0], far[2]), far
+
+
+def test_templates_come_and_go() -> None:
+    net = make(Dense, 3, 4, 2)
+    x = noise(4, 4)
+    before = net(x, task=1)
+    xi = net.mixture()
+    assert net.add_template(1, share=0.25) == 3
+    close(net.mixture()[..., 3], torch.full((2, 4), 0.25, dtype=torch.float64))
+    assert net.add_template(Dense().double()) == 4 and net.add_template(Dense) == 5
+    assert net.logits.shape == (2, 4, 6) and net.bank.weight.shape[0] == 6
+    for _ in range(3):
+        net.remove_template(3)
+    close(net.mixture(), xi)
+    close(net(x, task=1), before)
+    fixed = make(Dense, 3, 3, signature=[0, 2, 2])
+    before = fixed(x)
+    fixed.remove_template(1)
+    close(fixed(x), before)
+    with pytest.raises(ValueError, match="no signature uses, got 0"):
+        fixed.remove_template(0)
+
+
+def test_logit_groups() -> None:
+    net = nn.Sequential(Compositional(Dense, 2, 3), nn.Linear(4, 4), nn.Linear(4, 4))
+    fastmod.compose_(net, 2, lambda name, m: type(m) is nn.Linear)
+    groups = logit_groups(net, 0.1, 5)
+    assert [g["lr"] for g in groups] == [0.1, 0.5]
+    assert {id(p) for p in groups[1]["params"]} == {id(net[0].logits), id(net.composition.logits)}
+    assert sum(len(g["params"]) for g in groups) == len(list(net.parameters()))
+    torch.optim.RMSprop(groups, momentum=0.9)
+
+
+def test_penalties() -> None:
+    net = make(Dense, 3, 4, 2)
+    xi = net.logits.softmax(-1)
+    rows = xi.flatten(0, 1) @ net.bank.weight
+    far = (rows[:, None] - net.bank.weight).norm(dim=-1)
+    torch.testing.assert_close(net.cluster_penalty(), (xi.flatten(0, 1) * far).sum(), rtol=1e-8, atol=0)
+    torch.testing.assert_close(net.cluster_penalty(True), (xi.flatten(0, 1) * far**2).sum(), rtol=1e-8, atol=0)
+    close(net.entropy_penalty(), -(xi * xi.log()).sum())
+    with pytest.raises(ValueError, match="cluster_penalty: expected learned shares by softmax, got a fixed signature"):
+        net.harden().cluster_penalty()
+
+
+# ---------------------------------------------------------------------- drop-in
+
+
+@pytest.mark.parametrize("norm", ["mixed", "per_task"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_copies(fused: bool, norm: str) -> None:
+    net = make(BLOCKS["se"] if fused else Dense, 3, 4, 2, norm=norm)
+    x = noise(4, 4, 5, 5) if fused else noise(4, 4)
+    net(x, task=1)
+    twins = [copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
+    other = Compositional(BLOCKS["se"] if fused else Dense, 3, 4, 2, norm=norm).double()
+    other.load_state_dict(net.state_dict())
+    for twin in (*twins, other):
+        close(twin(x, task=1), copy.deepcopy(net)(x, task=1))
+    net.eval()
+    averaged = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(net)
+    close(averaged(x, task=1), net(x, task=1))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_dense_gradients(fused: bool) -> None:
+    """Whatever task a batch is of, every parameter has a gradient: DistributedDataParallel waits for all."""
+    net = make(BLOCKS["se"] if fused else Dense, 3, 4, 2, norm="per_task")
+    net(noise(4, 4, 5, 5) if fused else noise(4, 4), task=1).sum().backward()
+    assert all(p.grad is not None and p.grad.layout == torch.strided for p in net.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_reduced_precision(fused: bool) -> None:
+    wide = make(BLOCKS["se"] if fused else Dense, 3, 2, 2).eval()
+    x = noise(4, 4, 5, 5) if fused else noise(4, 4)
+    expected = wide(x, task=1)
+    low = copy.deepcopy(wide).to(torch.bfloat16)
+    found = low(x.bfloat16(), task=1)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=0.1, atol=0.1)
+    single = copy.deepcopy(wide).float().train()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = single(x.float(), task=1)
+    out.float().sum().backward()
+    assert single.bank.weight.grad.dtype == torch.float32 and single.logits.grad.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(
+            copy.deepcopy(wide).float()(x.float(), task=1).double(), expected, rtol=0.1, atol=0.1
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("task", [1, None])
+def test_compile(fused: bool, task: int | None) -> None:
+    torch._dynamo.reset()
+    net = make(BLOCKS["se"] if fused else Dense, 3, 2, 2)
+    x = noise(2, 4, 4, 5, 5) if fused else noise(2, 4, 4)
+    x = x if task is None else x[task]
+    twin = copy.deepcopy(net)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        for model, run in ((net, net), (twin, compiled)):
+            model.zero_grad()
+            run(x, task=task).square().sum().backward()
+    for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-9, msg=name)
+    for (name, p), q in zip(net.named_buffers(), twin.named_buffers(), strict=True):
+        torch.testing.assert_close(p, q[1], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_empty_batch() -> None:
+    net = make(Dense, 2, 3)
+    net(noise(0, 4)).sum().backward()
+    assert not net.bank.weight.grad.any()
+    fused = make(BLOCKS["se"], 2, 3).eval()
+    assert fused(noise(0, 4, 5, 5)).shape == (0, 4, 5, 5)
+
+
+def test_nan_logits() -> None:
+    net = make(Dense, 2, 3)
+    with torch.no_grad():
+        net.logits[0, 1, 0] = float("nan")
+    assert all(w.isnan().all() for w in net.weights(1).values())
+    assert not any(w.isnan().any() for w in net.weights(0).values())
+    assert net(noise(3, 4)).isnan().all()
+
+
+# -------------------------------------------------------------------- bad input
+
+
+def dense(**options: Any) -> Compositional:
+    return Compositional(Dense, **{"templates": 2, "layers": 3, "tasks": 2, **options})
+
+
+BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: dense(templates=0), ValueError, "templates: expected an int >= 1, got 0"),
+    (lambda: dense(templates=None), TypeError, "templates: expected an int, got None"),
+    (lambda: dense(layers=0), ValueError, "layers: expected an int >= 1, got 0"),
+    (lambda: dense(tasks=True), TypeError, "tasks: expected an int >= 1, got bool"),
+    (lambda: dense(norm="batch"), ValueError, "norm: expected one of 'mixed', 'per_layer', 'per_task', got 'batch'"),
+    (lambda: dense(mixing="relu"), ValueError, "mixing: expected one of 'softmax', 'tanh', 'none', got 'relu'"),
+    (lambda: dense(init="zero"), ValueError, "init: expected 'uniform' or 'diag', got 'zero'"),
+    (lambda: dense(signature="spiral"), ValueError, "signature: expected one of 'sequential'.*got 'spiral'"),
+    (lambda: dense(signature=[0, 2, 0]), ValueError, "signature: expected templates 0 .. 1, got 2"),
+    (lambda: dense(signature=[0, 1]), ValueError, "a template for each of 3 layers, got 2"),
+    (lambda: dense(signature=[0, 1.0, 0]), TypeError, "signature: expected ints, got float"),
+    (lambda: dense(signature=[[0, 1, 0]]), ValueError, "one for each of 2 tasks, got 1"),
+    (lambda: dense(templates=4, signature="cyclic"), ValueError, "a layer for each of 4 templates, got 3 layers"),
+    (lambda: dense(share_layers=4), ValueError, "share_layers: expected 0 .. 3 layers, got 4"),
+    (lambda: dense(share_layers=[3]), ValueError, "share_layers: expected layers 0 .. 2, got 3"),
+    (lambda: Compositional(nn.Linear(2, 2), 2, 2), TypeError, "block_factory: expected a function.*got Linear"),
+    (lambda: Compositional(nn.ReLU, 2, 2), ValueError, "expected blocks with parameters, got ReLU without"),
+    (lambda: Compositional(TemplateBank(Dense, 3), 2, 2), ValueError, "templates: expected the bank's 3, got 2"),
+    (lambda: TemplateBank(lambda: 3, 2), TypeError, "expected modules, got int as number 0"),
+    (lambda: TemplateBank.from_modules([]), ValueError, "modules: expected at least one block, got none"),
+    (lambda: TemplateBank.from_modules([Dense(4), Dense(5)]), ValueError, r"number 1: expected gain|of shape \[4, 4\]"),
+    (
+        lambda: TemplateBank.from_modules([nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]),
+        ValueError,
+        "number 1: expected the parameters of the first block, got no bias",
+    ),
+    (lambda: TemplateBank.from_state_dicts(Dense(), [{}]), ValueError, r"state_dicts\[0\]: expected the entries"),
+    (lambda: TemplateBank(Dense, 2).template(2), ValueError, "template: expected 0 .. 1, got 2"),
+    (lambda: TemplateBank(Dense, 1).remove_template(0), ValueError, "got the last"),
+    (lambda: dense()(torch.randn(3, 4), task=2), ValueError, "task: expected 0 .. 1, got 2"),
+    (lambda: dense()(torch.randn(3, 4), task=-1), ValueError, "task: expected 0 .. 1, got -1"),
+    (lambda: dense()(torch.randn(2, 4), task=torch.tensor([0, 1])), TypeError, "a batch belongs to one task"),
+    (lambda: dense()(torch.randn(3, 4), task="a"), TypeError, "task: expected an int, got str"),
+    (lambda: dense()(torch.randn(3, 4), task=None), ValueError, r"\[T, B, ...\] with T = 2 for all tasks"),
+    (lambda: dense().signature(2), ValueError, "task: expected 0 .. 1, got 2"),
+    (lambda: dense().weights(3), ValueError, "layer: expected 0 .. 2, got 3"),
+    (lambda: dense().add_task(2), ValueError, "task: expected 0 .. 1, got 2"),
+    (lambda: dense().add_task("best"), ValueError, "init: expected a task.*got 'best'"),
+    (lambda: dense().add_task("accuracy"), ValueError, "accuracies: expected a number >= 0 for each of 2 tasks"),
+    (lambda: dense().add_task([1.0, -1.0]), ValueError, "init: expected a number >= 0 for each of 2 tasks"),
+    (lambda: dense().add_task("learned"), TypeError, "loss: expected a function for init='learned'"),
+    (lambda: dense(signature="cyclic").add_task(), ValueError, "the net has fixed signatures"),
+    (lambda: dense().add_template(2), ValueError, "template: expected 0 .. 1, got 2"),
+    (lambda: dense().add_template("x"), TypeError, "init: expected a template's number, a block or a function"),
+    (lambda: dense().add_template(nn.Linear(2, 2)), ValueError, "init: expected the parameters of the first block"),
+    (lambda: dense().add_template(0, share=1), ValueError, "share: expected a number between 0 and 1, got 1"),
+    (lambda: logit_groups(nn.Linear(2, 2), 0.1), ValueError, "model: expected mixtures with logits"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD)
+def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
