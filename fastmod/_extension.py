@@ -102,6 +102,21 @@ def covers(archs: str, capability: tuple[int, int]) -> bool:
     return False
 
 
+#: Ops without kernels of their own on a GPU: their files in fastmod/ops call those of one MFNNR layer by layer, those of
+#: sample_mask sample by sample.
+COMPOSED = ("smfr", "masked_conv2d")
+
+
+@cache
+def native_serves(op: str, device_type: str) -> bool:
+    """Whether this build has native kernels of ``op`` for a device type; not every op has them for GPUs."""
+    if device_type not in native_devices():
+        return False
+    if device_type == "cpu" or op in COMPOSED:
+        return True
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{op}_forward", device_type.upper()))
+
+
 @cache
 def triton_ops() -> frozenset[str]:
     """Ops with Triton kernels registered, which need no extension; empty without triton."""
@@ -109,9 +124,7 @@ def triton_ops() -> frozenset[str]:
         kernels = importlib.import_module("fastmod.kernels")
     except ImportError:
         return frozenset()
-    # These have no kernels of their own there: their files in fastmod/ops call those of one MFNNR layer by layer, those
-    # of sample_mask sample by sample.
-    return frozenset([*kernels.register(), "smfr", "masked_conv2d"])
+    return frozenset([*kernels.register(), *COMPOSED])
 
 
 _load()

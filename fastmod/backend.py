@@ -94,7 +94,7 @@ def triton_interprets() -> bool:
 def available(op: str, device_type: str) -> dict[str, bool]:
     """Backend -> whether it can serve ``op`` on tensors of ``device_type``."""
     return {
-        "native": device_type in _extension.native_devices(),
+        "native": _extension.native_serves(op, device_type),
         "triton": op in _extension.triton_ops()
         and (device_type == "cuda" or (device_type == "cpu" and triton_interprets())),
         "reference": True,
