@@ -11,7 +11,7 @@ kernels of the other ops around them. Backward: torch's GEMMs and the same point
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
