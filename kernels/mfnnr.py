@@ -11,7 +11,7 @@ kernels of the other ops around them. Backward: torch's GEMMs and the same point
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -405,7 +405,7 @@ def mfnnr_backward(
 
 #: Name -> (M, N, D), hidden widths, mode: models of the studies and of the benchmarks, by dtype.
 _REDUCED = {"D196": ((5, 4, 196), (128,), "gumbel")}
-COMPILED_SIZES = {
+COMPILED_SIZES: dict[str, dict[str, Any]] = {
     "fp32": {
         "hidden100": ((6, 8, 10), (100,), "softmax"),
         "layers3": ((8, 8, 10), (100, 100, 100), "gumbel"),

@@ -498,7 +498,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _affine_shapes(x: Tensor, weight: Tensor) -> list[tuple[int, ...]]:
-    shapes = [(weight.shape[0], x.shape[-3])]
+    shapes: list[tuple[int, ...]] = [(weight.shape[0], x.shape[-3])]
     return shapes if x.dim() == 5 else [*shapes, (1, x.shape[-3])]
 
 
