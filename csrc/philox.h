@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "constants.h"
+
 #if defined(__CUDACC__) || defined(FASTMOD_CUDA_HOST)
 #define FASTMOD_HOST_DEVICE __host__ __device__ inline
 #else
@@ -10,11 +12,6 @@
 #endif
 
 namespace fastmod {
-
-// One stream per random op, so that two ops given one seed draw independent noise.
-constexpr uint32_t kStreamMultiplex = 0;
-constexpr uint32_t kStreamMask = 1;
-constexpr uint32_t kStreamMaskBias = 2;
 
 struct PhiloxWords {
   uint32_t word[4];

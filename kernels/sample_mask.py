@@ -37,7 +37,7 @@ EXACT_OPTIONS: dict[str, Any] = {**OPTIONS, "enable_fp_fusion": False}
 def words_off(logit):
     """How many of the 2**23 noise values switch a weight with this fp32 logit off, int32; NaN: all of them.
 
-    The formula of ``csrc/mask_constants.h``, operation by operation.
+    The formula of ``csrc/constants.h``, operation by operation.
     """
     size = tl.abs(logit)
     d = tl.where(size < 32.0, size, 32.0)  # of a NaN too, which must not reach the conversion to an integer

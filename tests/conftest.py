@@ -90,9 +90,6 @@ SLOW = {
     "gpu/test_triton_compile.py::test_fused",
     "gpu/test_triton_compile.py::test_pointwise",
     "gpu/test_triton_compile.py::test_pointwise_fp64",
-    "ops/test_triton_masked_linear.py::test_in_the_interpreter",
-    "ops/test_triton_masks.py::test_in_the_interpreter",
-    "ops/test_triton_mfnnr.py::test_in_the_interpreter",
 }
 
 

@@ -45,25 +45,22 @@ constexpr int conv_pixels() {
   return kVectors == 1 ? 8 : 6;
 }
 
+// Sums are added up in pieces of so many terms, and where registers are free in several sums side by side: long sums in
+// one lose digits.
+constexpr int64_t kConvTerms = 96;
+
 // kPixels pixels, kVectors vectors of channels from `out` on; the last vector holds `last` channels.
 template <typename T, int kPixels, int kVectors>
 void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t source_stride, int64_t columns, T* out,
                 int64_t out_stride, const T* bias, int64_t last, const ConvRepeat<T>& repeat) {
   constexpr int lanes = kLanes<T>;
-  for (int64_t again = 0; again < repeat.repeats; ++again) {
-  prefetch_part(repeat.soon, again, repeat.repeats);
-  Vec<T> sum[kPixels][kVectors];
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) {
-    const Vec<T> begin = bias ? load_first(bias + v * lanes, v == kVectors - 1 ? last : lanes) : Vec<T>{};
-#pragma GCC unroll 16
-    for (int p = 0; p < kPixels; ++p) sum[p][v] = begin;
-  }
   constexpr int kNear = 8;  // pixels that one pointer reaches by offsets that registers hold
-  for (int64_t r = 0; r < count; ++r) {
-    const T *near = source + again * repeat.source + runs[r].offset, *far = near + kNear * source_stride;
-    const T *weight = runs[r].weight + again * repeat.weight, *end = weight + runs[r].length * columns;
-    for (; weight != end; weight += columns) {
+  constexpr int kBeside = kPixels * kVectors <= 3 ? 4 : kPixels * kVectors <= 6 ? 2 : 1;
+  // Adds what `terms` values of a run give; kFirst: to nothing, else to what is there already.
+  const auto piece = [&](const T* near, const T* weight, int64_t terms, T* to, auto first) FASTMOD_INLINE_LAMBDA {
+    Vec<T> sum[kBeside][kPixels][kVectors] = {};
+    const T* far = near + kNear * source_stride;
+    const auto step = [&](auto& sums) FASTMOD_INLINE_LAMBDA {
       Vec<T> right[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) right[v] = load(weight + v * lanes);
@@ -71,20 +68,53 @@ void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t 
       for (int p = 0; p < kPixels; ++p) {
         const Vec<T> left = splat((p < kNear ? near : far)[p % kNear * source_stride]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[p][v] += left * right[v];
+        for (int v = 0; v < kVectors; ++v) sums[p][v] += left * right[v];
       }
       ++near;
       ++far;
-    }
-  }
-#pragma GCC unroll 16
-  for (int p = 0; p < kPixels; ++p)
+      weight += columns;
+    };
+    const T* end = weight + terms * columns;
+    if constexpr (kBeside > 1)
+      for (; weight + (kBeside - 1) * columns < end;)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      T* to = out + again * repeat.out + p * out_stride + v * lanes;
-      if (v == kVectors - 1 && last < lanes) store_first(to, sum[p][v], last);
-      else store(to, sum[p][v]);
-    }
+        for (int i = 0; i < kBeside; ++i) step(sum[i]);
+    while (weight < end) step(sum[0]);
+#pragma GCC unroll 16
+    for (int p = 0; p < kPixels; ++p)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        Vec<T> total = sum[0][p][v];
+        if constexpr (kBeside == 2) total += sum[1][p][v];
+        if constexpr (kBeside == 4) total = (total + sum[1][p][v]) + (sum[2][p][v] + sum[3][p][v]);
+        T* place = to + p * out_stride + v * lanes;
+        const bool partial = v == kVectors - 1 && last < lanes;
+        if constexpr (!decltype(first)::value) total += partial ? load_first(place, last) : load(place);
+        if (partial) store_first(place, total, last);
+        else store(place, total);
+      }
+  };
+  for (int64_t again = 0; again < repeat.repeats; ++again) {
+    prefetch_part(repeat.soon, again, repeat.repeats);
+    T* to = out + again * repeat.out;
+    bool first = true;
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t at = 0; at < runs[r].length; at += kConvTerms) {
+        const T* from = source + again * repeat.source + runs[r].offset + at;
+        const T* weight = runs[r].weight + again * repeat.weight + at * columns;
+        const int64_t terms = std::min(kConvTerms, runs[r].length - at);
+        if (first) piece(from, weight, terms, to, std::true_type{});
+        else piece(from, weight, terms, to, std::false_type{});
+        first = false;
+      }
+    if (first) piece(source, runs[0].weight, 0, to, std::true_type{});  // no tap meets these pixels: zeros
+    if (bias)  // last: added first, a large one would cost every term digits
+      for (int p = 0; p < kPixels; ++p)
+        for (int v = 0; v < kVectors; ++v) {
+          T* place = to + p * out_stride + v * lanes;
+          const int64_t width = v == kVectors - 1 ? last : lanes;
+          store_first(place, load_first(place, width) + load_first(bias + v * lanes, width), width);
+        }
   }
 }
 
@@ -140,11 +170,7 @@ void conv_grad_block(int64_t high, int64_t wide, const T* source, int64_t source
   for (int64_t again = 0; again < repeat.repeats; ++again) {
   prefetch_part(repeat.soon, again, repeat.repeats);
   T* own = sums + again * repeat.weight;
-  Vec<T> sum[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = load(own + r * columns + v * lanes);
+  Vec<T> sum[kRows][kVectors] = {};  // of these pixels alone: short sums first
   for (int64_t y = 0; y < high; ++y) {
     const T* left = source + again * repeat.source + y * source_row;
     const T* right = grad + again * repeat.out + y * grad_row;
@@ -166,7 +192,10 @@ void conv_grad_block(int64_t high, int64_t wide, const T* source, int64_t source
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(own + r * columns + v * lanes, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      T* place = own + r * columns + v * lanes;
+      store(place, load(place) + sum[r][v]);
+    }
   }
 }
 

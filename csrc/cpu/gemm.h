@@ -17,7 +17,7 @@ struct Epilogue {
 };
 
 template <typename T>
-constexpr T kSlope = T(0.01);
+constexpr T kSlope = T(kLeakySlope);
 
 // What a product asks for while it computes: what its caller needs next, a cache line of each at every step (all at
 // once would wait for one another); the weights of its next rows; or nothing, as all is near.

@@ -12,6 +12,6 @@
 #include <immintrin.h>
 #endif
 
+#include "constants.h"
 #include "cpu/kernels.h"
-#include "mask_constants.h"
 #include "philox.h"

@@ -7,18 +7,17 @@
 
 #include <cstdint>
 
+#include "constants.h"
+
 namespace fastmod::cpu {
 
-constexpr int64_t kTile = 64;
+constexpr int64_t kTile = kBatchTile;
 
 // A product with a masked weight takes so many of its rows at a time, and KernelTable::masked_columns of its columns:
 // what is made of them stays in cache.
 constexpr int64_t kMaskedRows = 24;
 
 inline int64_t tiles(int64_t batch) { return (batch + kTile - 1) / kTile; }
-
-// How the routing logits become weights. Modes as in fastmod/ops/multiplex.py.
-enum class Mode : int64_t { kSoftmax = 0, kGumbel = 1, kArgmax = 2 };
 
 struct Routing {
   Mode mode;

@@ -47,6 +47,8 @@ void norm_sum_forward(const NormSumArgs<T>& args, int64_t image) {
     });
 }
 
+constexpr int64_t kSumPixels = 64;
+
 template <typename T>
 void norm_sum_backward(const NormSumArgs<T>& args, int64_t image) {
   const int64_t channels = args.channels, size = args.pixels * channels, experts = args.experts;
@@ -67,24 +69,31 @@ void norm_sum_backward(const NormSumArgs<T>& args, int64_t image) {
       const Vec<T> other_scale = scaled ? load_lanes(args.residual_scale + at, left) : splat(T(1));
       const Vec<T> other_shift = scaled ? load_lanes(args.residual_shift + at, left) : Vec<T>{};
       Vec<T> sums{}, of_scale{}, of_shift{}, of_other_scale{};
-      for (int64_t p = c; p < size; p += channels) {
-        const Vec<T> in = load_lanes(x + p, left);
-        const Vec<T> other = residual ? load_lanes(residual + p, left) : Vec<T>{};
-        Vec<T> sum = scale * in + shift;
-        if (residual) sum += other_scale * other + other_shift;
-        Vec<T> g = load_lanes(grad + p, left);
-        if (args.relu) sum = maximum<T>(sum, Vec<T>{});
-        sums += g * sum;
-        g *= gate;
-        if (args.relu) g = sum <= Vec<T>{} ? Vec<T>{} : g;
-        of_shift += g;
-        of_scale += g * in;
-        of_other_scale += g * other;
-        if (grad_x) store_lanes(grad_x + p, g * scale, left);
-        if (grad_residual) {
-          const Vec<T> value = g * other_scale;
-          store_lanes(grad_residual + p, add ? value + load_lanes(grad_residual + p, left) : value, left);
+      for (int64_t first = c; first < size; first += kSumPixels * channels) {
+        Vec<T> block{}, block_scale{}, block_shift{}, block_other{};  // short sums first: long ones lose digits
+        for (int64_t p = first; p < std::min(first + kSumPixels * channels, size); p += channels) {
+          const Vec<T> in = load_lanes(x + p, left);
+          const Vec<T> other = residual ? load_lanes(residual + p, left) : Vec<T>{};
+          Vec<T> sum = scale * in + shift;
+          if (residual) sum += other_scale * other + other_shift;
+          Vec<T> g = load_lanes(grad + p, left);
+          if (args.relu) sum = maximum<T>(sum, Vec<T>{});
+          block += g * sum;
+          g *= gate;
+          if (args.relu) g = sum <= Vec<T>{} ? Vec<T>{} : g;
+          block_shift += g;
+          block_scale += g * in;
+          block_other += g * other;
+          if (grad_x) store_lanes(grad_x + p, g * scale, left);
+          if (grad_residual) {
+            const Vec<T> value = g * other_scale;
+            store_lanes(grad_residual + p, add ? value + load_lanes(grad_residual + p, left) : value, left);
+          }
         }
+        sums += block;
+        of_scale += block_scale;
+        of_shift += block_shift;
+        of_other_scale += block_other;
       }
       const int64_t place = index * channels + c;
       if (args.grad_scale) store_lanes(args.grad_scale + place, of_scale, left);

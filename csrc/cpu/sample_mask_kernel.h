@@ -139,12 +139,12 @@ inline const uint32_t* noise_words(const NoiseKeys& keys, uint64_t start, int64_
   return buffer + start % 4;
 }
 
-// ---- which words switch a weight off: the formula of mask_constants.h
+// ---- which words switch a weight off: the formula of constants.h
 
 // Keeps the compiler from fusing the product into an FMA, whose single rounding other backends do not have.
 FASTMOD_INLINE Vec<float> unfused(Vec<float> product) { return opaque(product); }
 
-// exp(-|l|), by the formula of mask_constants.h up to |l| = 32. Beyond, where it does not matter to the masks any more
+// exp(-|l|), by the formula of constants.h up to |l| = 32. Beyond, where it does not matter to the masks any more
 // (none of their words is off, or all), this goes on for the gradient, down to where it would not be a normal number.
 // Several vectors side by side: a step waits for the one before, others fill the wait.
 template <int kVectors>

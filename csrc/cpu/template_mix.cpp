@@ -16,9 +16,10 @@ constexpr int64_t kTileElements = 65536;  // of a tile of the bank and of the gr
 int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // In fp64: a few numbers beside the bank, and nothing is lost.
+template <typename T>
 std::vector<double> mixing_weights(const Tensor& logits, int64_t templates, int64_t mixing) {
-  const Tensor wide = in_type(logits, at::kDouble).contiguous();
-  const double* from = wide.const_data_ptr<double>();
+  const Tensor wide = readable(logits);
+  const T* from = wide.const_data_ptr<T>();
   std::vector<double> weights(from, from + wide.numel());
   if (mixing == 1)
     for (double& weight : weights) weight = std::tanh(weight);
@@ -54,7 +55,7 @@ struct Problem {
     args.size = bank.size(1);
     const int64_t wanted = rounded_up(kTileElements / (args.rows + 2 * args.templates), 64);
     args.tile = std::clamp<int64_t>(wanted, 64, 1024);
-    exact = mixing_weights(logits, args.templates, mixing);
+    exact = mixing_weights<T>(logits, args.templates, mixing);
     weights = empty_wide({logits.numel()}, bank);
     std::copy(exact.begin(), exact.end(), weights.data_ptr<T>());
     args.weights = weights.const_data_ptr<T>();
@@ -91,8 +92,9 @@ std::vector<Tensor> template_mix_backward(const Tensor& grad, const Tensor& logi
                         grad.sizes().slice(0, grad.dim() - 1) == logits.sizes().slice(0, logits.dim() - 1),
                     "grad: expected the shape of the output, got ", grad.sizes());
   const auto type = bank.scalar_type();
-  // Empty where not needed, and no two the same: results of an op must not share memory.
-  std::vector<Tensor> result{at::empty({0}, bank.options()), at::empty({0}, bank.options())};
+  std::vector<Tensor> result(2);
+  for (int i = 0; i < 2; ++i)  // empty where not needed, and no two the same: results of an op must not share memory
+    if (!needs[i]) result[i] = at::cpu::empty({0}, bank.options());
   if (grad.numel() == 0) {
     if (needs[0]) result[0] = at::zeros(logits.sizes(), logits.options());
     if (needs[1]) result[1] = at::zeros(bank.sizes(), bank.options());

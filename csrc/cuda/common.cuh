@@ -9,6 +9,20 @@
 #define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \
   (kernel<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__), cudaGetLastError())
 #define FASTMOD_SHARED(type, name, size) __shared__ type name[size]
+// The same with `bytes` of dynamic shared memory: more than 48 KB have to be asked for.
+#define FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, bytes, stream, ...)                                              \
+  ([&]() -> cudaError_t {                                                                                            \
+    const size_t asked = (bytes);                                                                                    \
+    if (asked > 48 * 1024) {                                                                                         \
+      const cudaError_t refused = cudaFuncSetAttribute(                                                              \
+          reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,                        \
+          static_cast<int>(asked));                                                                                  \
+      if (refused != cudaSuccess) return refused;                                                                    \
+    }                                                                                                                \
+    kernel<<<(grid), (block), asked, (stream)>>>(__VA_ARGS__);                                                       \
+    return cudaGetLastError();                                                                                       \
+  }())
+#define FASTMOD_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
 #include "../philox.h"

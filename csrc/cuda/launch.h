@@ -12,6 +12,8 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "../constants.h"
+
 namespace fastmod::cuda {
 
 // The dtype a kernel computes in: fp64 for fp64, else fp32.
@@ -26,7 +28,11 @@ struct ComputeOf<double> {
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
 
-enum Mode : int { kSoftmax = 0, kGumbel = 1, kArgmax = 2 };
+// What a launch needs beside its arguments: numbers of the compute dtype, not initialised, and tickets, which are zero
+// before and after it.
+struct Scratch {
+  int64_t numbers, tickets;
+};
 
 // blocks [batch, m, d], logits [batch, m, n], output [batch, n, d]
 struct Shape {
@@ -149,12 +155,127 @@ cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* we
                                           const int32_t* off, T* grad_weight, T* grad_logits, Compute<T> tau,
                                           LinearShape shape, MaskNoise noise, cudaStream_t stream);
 
+// ---- norm_conv.cu, norm_conv_weight.cu, norm_conv_plain.cu: float, double, __half, __nv_bfloat16
+//
+// Images lie in memory as [B, E, H, W, C]. Each function is one launch: blocks leave partial results in scratch
+// memory, and the one that comes last, as it finds out by a ticket, adds them up in a fixed order.
+
+struct ConvShape {
+  int64_t batch;
+  int experts, in, out, high, wide;  // high, wide: of x
+  int kernel, stride;                // 1 or 3, 1 or 2; padded by kernel / 2
+  bool shared;                       // x has no experts: [B, H, W, C]
+  bool depthwise;                    // weight [E, C, 1, k, k]
+  int out_high() const { return (high + stride - 1) / stride; }
+  int out_wide() const { return (wide + stride - 1) / stride; }
+};
+
+// What a convolution reads: z = relu(scale * x + shift) * gate, zero outside the image.
+template <typename T>
+struct ConvInput {
+  const T* x;
+  const Compute<T>* scale;  // [scale_rows, in], scale_rows 1 or E; both or none
+  const Compute<T>* shift;
+  int scale_rows;
+  const T* gate;  // [B, E, in] or null
+  bool relu;
+};
+
+// The gradient of y with those of its mean and variance: grad + per_value * (grad_mean + 2 grad_var (y - mean)).
+template <typename T>
+struct ConvGrad {
+  const T* grad;
+  const T* y;                   // y and mean: null without grad_var
+  const Compute<T>* mean;       // [E, out]
+  const Compute<T>* grad_mean;  // [E, out] or null
+  const Compute<T>* grad_var;   // [E, out] or null
+  Compute<T> per_value;         // 1 / number of values of a channel
+};
+
+template <typename T>
+Scratch norm_conv_forward_scratch(ConvShape shape);
+template <typename T>
+Scratch norm_conv_backward_x_scratch(ConvShape shape);
+template <typename T>
+Scratch norm_conv_backward_weight_scratch(ConvShape shape);
+
+// mean, var [E, out], both or none; bias may be null. allow_tf32: one product of tf32 instead of three.
+template <typename T>
+cudaError_t norm_conv_forward(ConvInput<T> input, const T* weight, const T* bias, T* y, Compute<T>* mean,
+                              Compute<T>* var, Compute<T>* scratch, unsigned* tickets, bool allow_tf32,
+                              ConvShape shape, cudaStream_t stream);
+// grad_x, grad_scale and grad_shift [scale_rows, in] (both or none), grad_gate [B, E, in]: each may be null
+template <typename T>
+cudaError_t norm_conv_backward_x(ConvGrad<T> grad, ConvInput<T> input, const T* weight, T* grad_x,
+                                 Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate, Compute<T>* scratch,
+                                 unsigned* tickets, bool allow_tf32, ConvShape shape, cudaStream_t stream);
+// grad_weight and grad_bias [E, out]: each may be null
+template <typename T>
+cudaError_t norm_conv_backward_weight(ConvGrad<T> grad, ConvInput<T> input, T* grad_weight, T* grad_bias,
+                                      Compute<T>* scratch, unsigned* tickets, bool allow_tf32, ConvShape shape,
+                                      cudaStream_t stream);
+
+// ---- norm_sum.cu: float, double, __half, __nv_bfloat16
+
+struct SumShape {
+  int64_t batch;
+  int experts, channels, pixels;
+  bool shared;  // the residual has no experts: [B, pixels, channels]
+};
+
+// x [B, E, pixels, channels]; scale and shift [E, channels]; residual as x or shared, or null, its scale and shift
+// both or null; gate [B, E] or null
+template <typename T>
+struct SumInput {
+  const T* x;
+  const Compute<T>* scale;
+  const Compute<T>* shift;
+  const T* residual;
+  const Compute<T>* residual_scale;
+  const Compute<T>* residual_shift;
+  const T* gate;
+  bool relu;
+};
+
+// out: as x, with a gate [B, pixels, channels]
+template <typename T>
+cudaError_t norm_sum_forward(SumInput<T> input, T* out, SumShape shape, cudaStream_t stream);
+
+// Gradients as the inputs; each may be null. One launch, scratch as for norm_conv.
+template <typename T>
+struct SumGrads {
+  T* x;
+  Compute<T>* scale;
+  Compute<T>* shift;
+  T* residual;
+  Compute<T>* residual_scale;
+  Compute<T>* residual_shift;
+  T* gate;
+};
+template <typename T>
+Scratch norm_sum_backward_scratch(SumShape shape);
+template <typename T>
+cudaError_t norm_sum_backward(const T* grad, SumInput<T> input, SumGrads<T> grads, Compute<T>* scratch,
+                              unsigned* tickets, SumShape shape, cudaStream_t stream);
+
+// ---- batch_affine.cu: float, double
+
+// All [count]; weight, bias: null for 1 and 0. scale = weight / sqrt(var + eps), shift = bias - mean * scale. Running
+// statistics (both or null) move by momentum towards mean and var * bessel.
+template <typename C>
+cudaError_t batch_affine_forward(const C* mean, const C* var, const C* weight, const C* bias, C* running_mean,
+                                 C* running_var, C* scale, C* shift, int64_t count, C bessel, C momentum, C eps,
+                                 cudaStream_t stream);
+template <typename C>
+cudaError_t batch_affine_backward(const C* grad_scale, const C* grad_shift, const C* mean, const C* var,
+                                  const C* weight, C* grad_mean, C* grad_var, C* grad_weight, C* grad_bias,
+                                  int64_t count, C eps, cudaStream_t stream);
+
 // ---- mfnnr.cu: float, double
 
 constexpr int kMaxLinear = 8;      // linear layers per FNN in the fused kernels
 constexpr int64_t kMaxHidden = 128;
 constexpr int kTileRows = 16;      // batch rows per block
-constexpr double kLeakySlope = 0.01;
 
 // Linear layers with LeakyReLU between them. Layer i: weight [width[i], in], bias [width[i]].
 template <typename C>

@@ -1,7 +1,7 @@
 // What the weight-mask kernels share: thresholds, noise, and the slope of the relaxed mask.
 #pragma once
 
-#include "../mask_constants.h"
+#include "../constants.h"
 #include "common.cuh"
 
 namespace fastmod::cuda {
@@ -13,7 +13,7 @@ __device__ inline float to_float(double value) { return static_cast<float>(value
 __device__ inline float magnitude(float value) { return fabsf(value); }
 __device__ inline double magnitude(double value) { return fabs(value); }
 
-// How many words switch a weight off: the formula of mask_constants.h. The intrinsics are never fused into FMAs, whose
+// How many words switch a weight off: the formula of constants.h. The intrinsics are never fused into FMAs, whose
 // single rounding other backends do not have.
 __device__ inline int32_t words_off(float logit) {
   if (logit != logit) return mask::kWords;

@@ -6,6 +6,7 @@ from fastmod.nn.compositional import Compositional, logit_groups
 from fastmod.nn.expert_mixture import ExpertMixture
 from fastmod.nn.expert_stack import ExpertStack
 from fastmod.nn.fnnr import FNNR
+from fastmod.nn.fuse_batch_norm import Fusion, fuse_batch_norm_, unfuse_batch_norm_
 from fastmod.nn.gater import Gater
 from fastmod.nn.isometric_block import IsometricBlock
 from fastmod.nn.mfnnr import MFNNR, Routing
@@ -23,12 +24,15 @@ __all__ = [
     "Compositional",
     "ExpertMixture",
     "ExpertStack",
+    "Fusion",
     "Gater",
     "IsometricBlock",
     "Multiplexer",
     "Routing",
     "TemplateBank",
     "compose_",
+    "fuse_batch_norm_",
     "logit_groups",
     "make_signature",
+    "unfuse_batch_norm_",
 ]

@@ -165,7 +165,7 @@ def reference(
     if not stats:
         return y, y.new_empty(0, dtype=wide), y.new_empty(0, dtype=wide)
     if y.shape[0] == 0:
-        none = torch.zeros(experts, outputs, dtype=wide, device=x.device)
+        none = y.to(wide).sum((0, 3, 4))  # zeros that know where they come from, as var_mean's NaN would
         return y, none, none.clone()
     var, mean = torch.var_mean(y.to(wide), (0, 3, 4), correction=0)
     return y, mean, var

@@ -81,7 +81,7 @@ def _check(logits: Tensor, weight: Tensor | None) -> None:
 
 
 def words_off(logits: Tensor) -> Tensor:
-    """How many of the 2**23 values of the noise switch each weight off, int64: see ``csrc/mask_constants.h``.
+    """How many of the 2**23 values of the noise switch each weight off, int64: see ``csrc/constants.h``.
 
     One formula in fp32, in this order, on every backend: no two backends disagree on a mask.
     """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastmod import backend
@@ -123,6 +124,9 @@ class TemplateMix(_autograd.Op):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[2:]
+        if not torch.is_grad_enabled():
+            first, second = BACKWARD[ctx.triton](grad, *ctx.saved_tensors, ctx.mixing, needs)
+            return None, None, first if needs[0] else None, second if needs[1] else None
         numbers = (ctx.triton, ctx.mixing, needs)
         found = _autograd.gradients(_by_kernel, _by_reference, numbers, grad, *ctx.saved_tensors)
         return None, None, *_autograd.spread(found, [i for i in range(2) if needs[i]], 2)

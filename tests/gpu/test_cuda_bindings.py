@@ -1,8 +1,7 @@
-"""csrc/cuda/bindings.cpp itself, over the host harness, on CPU tensors: values against the fp64 reference."""
+"""The bindings of csrc/cuda themselves, over the host harness, on CPU tensors: values against the fp64 reference."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from torch import Tensor
 
 from fastmod.ops._checks import FLOAT_DTYPES, compute_dtype
-from fastmod.ops.masked_linear import reference as masked_linear_reference
 from fastmod.ops.mfnnr import NO_PENALTY
-from fastmod.ops.sample_mask import reference as sample_mask_reference
 from tests.helpers.cuda_host import build_bindings
 from tests.helpers.cuda_host.checks import (
     ARGMAX,
@@ -24,9 +21,7 @@ from tests.helpers.cuda_host.checks import (
     Mfnnr,
     assert_close,
     assert_same_masks,
-    gradients,
     linears,
-    mask_gradients,
     mask_logits,
     plain_mfnnr,
     random,
@@ -42,25 +37,6 @@ def bindings() -> Any:
 def permuted(tensor: Tensor) -> Tensor:
     """The same values, dense but in another order in memory."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 6, 2), (0, 3), ()], ids=str)
-def test_bound_sample_mask(bindings: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    size = torch.Size(shape)
-    laid = permuted if len(shape) > 1 else torch.clone
-    for case in (Mask(size.numel(), dtype, first=2), Mask(size.numel(), dtype, weighted=False, base=False, tau=0.5)):
-        logits = laid(mask_logits(case).view(size))
-        weight = laid(random(*shape, dtype=dtype, seed=1)) if case.weighted else None
-        base = laid(random(*shape, dtype=dtype, seed=2)) if case.base else None
-        grad = random(1, dtype=dtype).expand(case.samples, *shape)
-        arguments = (case.first, case.samples, torch.tensor(case.seed), case.stream)
-        masks = bindings.sample_mask_forward(logits, weight, *arguments)
-        assert masks.is_contiguous()
-        assert_same_masks(masks, sample_mask_reference(logits, weight, *arguments, 1.0))
-        got = bindings.sample_mask_backward(grad, logits, weight, *arguments, case.tau, base)
-        assert got.is_contiguous()
-        assert_close("grad_logits", [(got, *mask_gradients(case, grad, logits, weight, base))])
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -100,44 +76,6 @@ def test_bound_sample_mask_refuses(bindings: Any) -> None:
         bindings.sample_mask_backward(random(2, 4, 3), logits, None, *noise, 0.0, None)
     with pytest.raises(ValueError, match="base: expected the shape of logits"):
         bindings.sample_mask_backward(random(2, 4, 3), logits, None, *noise, 1.0, logits[1:])
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("tau", [1.0, 0.5])
-@pytest.mark.parametrize("sizes", [(6, 5, 7), (8, 9, 12)], ids=str)  # rows, out, in
-def test_bound_masked_linear(bindings: Any, sizes: tuple[int, int, int], tau: float, dtype: torch.dtype) -> None:
-    (rows, outputs, inputs), samples, seed = sizes, 2, torch.tensor(SEED)
-    x = permuted(random(rows, 3, inputs, dtype=dtype))
-    weight, logits = (permuted(random(outputs, inputs, dtype=dtype, seed=seed)) for seed in (1, 2))
-    grad = random(1, dtype=dtype).expand(rows, 3, outputs)
-    biases = random(1, outputs, dtype=dtype, seed=3).expand(samples, outputs)
-
-    def plain(*leaves: Tensor) -> Tensor:
-        return masked_linear_reference(*leaves, biases[0].to(leaves[0].dtype), None, seed, samples, tau)
-
-    exact, usual = (gradients(plain, [x, weight, logits, grad], kind) for kind in (F64, dtype))
-    out = bindings.masked_linear_forward(x, weight, logits, biases, seed, samples, 0)
-    arguments = (grad, x, weight, logits, seed, samples, tau)
-    got = [out, *bindings.masked_linear_backward(*arguments, [True] * 3, 0)]
-    for name, *values in zip(["out", "grad_x", "grad_weight", "grad_logits"], got, exact, usual, strict=True):
-        assert values[0].is_contiguous()
-        assert values[0].dtype == dtype
-        assert_close(name, [values])
-    for needs in itertools.product([False, True], repeat=3):
-        for needed, some, all_of_it in zip(
-            needs, bindings.masked_linear_backward(*arguments, needs, 0), got[1:], strict=True
-        ):
-            assert torch.equal(some, all_of_it) if needed else some.numel() == 0
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 7), (4, 0, 7), (4, 5, 0)], ids=str)
-def test_bound_masked_linear_of_nothing(bindings: Any, shape: tuple[int, int, int]) -> None:
-    rows, outputs, inputs = shape
-    x, weight, biases, seed = random(rows, inputs), random(outputs, inputs), random(2, outputs), torch.tensor(SEED)
-    out = bindings.masked_linear_forward(x, weight, weight, biases, seed, 2, 0)
-    assert torch.equal(out, biases.repeat_interleave(rows // 2, 0))
-    found = bindings.masked_linear_backward(out, x, weight, weight, seed, 2, 1.0, [True] * 3, 0)
-    assert all(torch.equal(got, torch.zeros_like(like)) for got, like in zip(found, (x, weight, weight), strict=True))
 
 
 def test_bound_masked_linear_refuses(bindings: Any) -> None:

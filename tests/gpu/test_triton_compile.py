@@ -65,12 +65,19 @@ def test_compiles_without_spills(op: str, dtype: str, target: str) -> None:
         assert len(kernel.asm[TARGETS[target].suffix]) > 0
         assert needs.spills == 0, f"{name}: {needs}"
         assert needs.registers > 0
-        # The products of two-byte numbers are what tensor cores are for; fp32 is exact only without them.
         if counted and TARGETS[target].nvidia:
-            products = dtype == "bf16" and op == "masked_linear" and "thresholds" not in name
-            assert (needs.tensor_core > 0) == products, f"{name}: {needs}"
+            assert (needs.tensor_core > 0) == on_tensor_cores(name, dtype), f"{name}: {needs}"
         if name.rpartition(".")[0] in UNFUSED:
             assert_nothing_fused(kernel, TARGETS[target])
+
+
+def on_tensor_cores(name: str, dtype: str) -> bool:
+    """The products of two-byte numbers are what tensor cores are for. fp32 is exact without them, or by three products
+    of tf32, as in norm_conv; depthwise convolutions have no products of matrices."""
+    op, kernel, _ = name.split(".")
+    if op == "norm_conv":
+        return kernel not in ("stats_kernel", "sums_kernel") and "depthwise" not in name
+    return dtype == "bf16" and op == "masked_linear" and kernel != "thresholds_kernel"
 
 
 def test_tightest_kernel_does_not_spill() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,11 +51,12 @@ def assert_agrees(
     draw: Callable[[], Sequence[Tensor]],
     *,
     draws: int | None = None,
-    backend: str | None = None,
     roundings: float = 2.0,
     half_roundings: float = 0.0,
     grad_factor: float = 2.0,
     scale: float = 0.0,
+    factors: Mapping[int, float] | None = None,
+    scales: Mapping[int, float] | None = None,
     grad_layout: str = "contiguous",
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> None:
@@ -64,18 +65,19 @@ def assert_agrees(
     ``half_roundings`` are more of them, in the dtype of the result where that is bf16 or fp16. The worst errors of
     several draws are compared, since a single sum can be right by luck. ``grad_factor`` takes the
     place of 2 for gradients. ``scale`` is how much larger than the largest result, or than 1, the terms of a sum are
-    that may cancel; it counts for the roundings of fp64 only. ``memory_format`` is that of the outputs.
+    that may cancel; it counts for the roundings of fp64 only. ``factors`` and ``scales`` are those of the gradients of
+    single inputs, by their place. ``memory_format`` is that of the outputs.
     """
     chosen = backends.current()
     draws = draws or (8 if chosen is None else chosen.draws)
-    truncates = backends.INTERPRETED and (backend or fastmod.backend.active()) == "triton"
+    truncates = backends.INTERPRETED and fastmod.backend.active() == "triton"
     drawn: list[list[Results]] = []
     for _ in range(draws):
         inputs = list(draw())
         with fastmod.use_backend("reference"):
             shapes = function(*inputs)
         grads = [torch.randn(o.shape) for o in (shapes if isinstance(shapes, tuple) else (shapes,))]
-        ours = run(function, inputs, grads, backend, grad_layout)
+        ours = run(function, inputs, grads, None, grad_layout)
         plain = run(function, inputs, grads, "reference", grad_layout)
         exact = run(function, [t.double() for t in inputs], grads, "reference", grad_layout)
         first_grad = len(exact) - len(inputs)
@@ -83,8 +85,9 @@ def assert_agrees(
             assert output.is_contiguous(memory_format=memory_format), f"result {i}: not contiguous"
         drawn.append(list(zip(ours, exact, plain, strict=True)))
     for i, results in enumerate(zip(*drawn, strict=True)):
-        factor = 2.0 if i < first_grad else grad_factor
-        assert_close(f"result {i}", results, factor, roundings, half_roundings, scale, truncates)
+        factor = 2.0 if i < first_grad else (factors or {}).get(i - first_grad, grad_factor)
+        size = (scales or {}).get(i - first_grad, scale)
+        assert_close(f"result {i}", results, factor, roundings, half_roundings, size, truncates)
 
 
 #: What a kernel gave, what the reference gives in fp64, what it gives in the same dtype.

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -132,12 +133,19 @@ def _cuda_host() -> Iterator[None]:
             for name, function in host_bindings().items():
                 if name != "set_order":
                     library.impl(name, partial(in_each_order, name, function), "CPU", allow_override=True)
+            # As on a GPU, where a stack has no kernel of its own.
+            stack = import_module("fastmod.ops.smfr")
+            library.impl("smfr_forward", partial(stack._forward_by_layers, False), "CPU", allow_override=True)
+            library.impl("smfr_backward", partial(stack._backward_by_layers, False), "CPU", allow_override=True)
         yield
     finally:
         library._destroy()
 
 
 def in_each_order(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    # The dispatcher leaves out arguments that are as the schema has them by default.
+    schema = getattr(torch.ops.fastmod, name).default._schema.arguments
+    arguments += tuple(argument.default_value for argument in schema[len(arguments) :])
     inputs = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
     before = [t.clone() for t in inputs]
     found = []

@@ -50,14 +50,14 @@ def test_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_input_that_is_written_is_found() -> None:
     with pytest.raises(AssertionError, match="an input and was written"):
-        backends.in_each_order("add_", torch.Tensor.add_, torch.zeros(3), 1.0)
+        backends.in_each_order("gated_residual_forward", lambda x, *_: x.add_(1), *torch.zeros(3, 2))
 
 
 def test_a_dependence_on_the_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setitem(backends.host_bindings(), "set_order", seen.append)
     with pytest.raises(AssertionError, match="depends on the order"):
-        backends.in_each_order("order", lambda t: t + seen[-1], torch.zeros(3))
+        backends.in_each_order("gated_residual_forward", lambda x, *_: x + seen[-1], *torch.zeros(3, 2))
 
 
 @pytest.mark.interpreted

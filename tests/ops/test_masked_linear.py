@@ -1,4 +1,4 @@
-"""masked_linear: the native kernels against the reference, and the contract of the op."""
+"""masked_linear on every backend: agreement with fp64, and the contract of the op."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from importlib import import_module
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
-from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers import backends
+from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
 from tests.helpers.backends import isas
 from tests.helpers.mask_cases import (
     SEEDS,
@@ -47,16 +48,23 @@ SHAPES = [
     (2, 131, 530, 26),
     (2, 257, 20, 26),
 ]
+NAN, INF, SEED = float("nan"), float("inf"), 0x1234_5678_9ABC_DEF0
 NAMES = ("x", "weight", "logits", "bias", "bias_logits")
 MASKED_LINEAR = import_module("fastmod.ops.masked_linear")
 ROW_LIMIT = MASKED_LINEAR.row_limit
+
+
+def native() -> bool:
+    """Whether the CPU's own kernels serve; GPU kernels take at most 64 rows a sample."""
+    chosen = backends.current()
+    return chosen is None or chosen.name.startswith("native-")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_row_limit() -> Iterator[None]:
     """The same for all weights, so that small ones go both ways."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MASKED_LINEAR, "row_limit", lambda weight, triton: 256)
+        patch.setattr(MASKED_LINEAR, "row_limit", lambda weight, triton: 256 if native() else 64)
         yield
 
 
@@ -91,13 +99,183 @@ def test_dtypes(dtype: torch.dtype, tensors: int) -> None:
     assert_agrees(layer(4, tau=0.5), lambda: draw(4, 5, 13, 70, dtype)[:tensors])
 
 
+# On GPUs: inputs that are no multiple of 4 take a word a weight; more than a tile of rows, inputs and outputs; the last
+# number of rows that a program holds, and one more, which goes sample by sample.
+BACKEND_SHAPES = [
+    (1, 1, 1, 0), (2, 5, 7, 0), (2, 5, 7, 1), (17, 41, 37, 2), (33, 64, 33, 0), (64, 36, 70, 2), (65, 8, 5, 2),
+    (0, 5, 7, 2), (2, 0, 7, 2), (2, 5, 0, 0),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "biases"), BACKEND_SHAPES)
+def test_shapes_on_every_backend(rows: int, inputs: int, outputs: int, biases: int) -> None:
+    assert_agrees(layer(3, seed=2**33 + 1), lambda: draw(3, rows, inputs, outputs)[: 3 + biases], draws=2)
+
+
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(33, 70, 36), (64, 66, 65), (32, 64, 64), (16, 67, 33)])
+def test_more_shapes(backend: backends.Backend, rows: int, inputs: int, outputs: int) -> None:
+    for tensors in (3, 4, 5):
+        assert_agrees(layer(3, seed=2**33 + 1), lambda n=tensors: draw(3, rows, inputs, outputs)[:n], draws=2)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("tau", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2, 8, 4), (2, 3, 7, 5)], ids=str)
+def test_dtypes_on_every_backend(sizes: tuple[int, int, int, int], dtype: torch.dtype, tau: float) -> None:
+    function = layer(sizes[0], tau=tau)
+    assert_agrees(function, lambda: draw(*sizes, dtype), draws=2)
+    assert_agrees(function, lambda: draw(*sizes, dtype)[:3], draws=2)
+
+
+def check_layout(layout: str, dtype: torch.dtype) -> None:
+    def inputs():
+        x, *rest = (laid_out(t, layout) for t in draw(3, 5, 9, 6, dtype))
+        return [x.unsqueeze(1), *rest]
+
+    assert_agrees(layer(3), inputs, grad_layout=layout)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layouts(layout: str) -> None:
+    check_layout(layout, torch.float32)
+
+
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layouts_of_other_dtypes(backend: backends.Backend, layout: str, dtype: torch.dtype) -> None:
+    check_layout(layout, dtype)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("inputs", [6, 8])
+def test_special_values(inputs: int) -> None:
+    """NaN and infinite logits and weights do here what they do in plain PyTorch."""
+
+    def drawn_specially():
+        x, weight, logits = draw(3, 2, inputs, 12)[:3]
+        logits[0, 0], logits[1, 1], logits[2, 2], logits[3, 3] = NAN, INF, -INF, 1e4
+        weight[5, 5] = NAN
+        return [x, weight, logits]
+
+    assert_agrees(layer(3), drawn_specially, draws=2)
+    # 0 * inf is NaN. In the gradient of the logits the samples' sum may be NaN or infinite: it depends on the order.
+    x, weight, logits = drawn_specially()
+    weight[4, 4] = INF
+
+    def results() -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, weight, logits)]
+        out = layer(3)(*leaves)
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+    found, expected = results(), by_reference(results)
+    torch.testing.assert_close(found[:3], expected[:3], equal_nan=True)
+    assert torch.equal(found[3].isfinite(), expected[3].isfinite())
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("seed", [0, -SEED, 2**62 + 5])
+def test_masks_are_those_of_sample_mask(seed: int) -> None:
+    """Unit inputs show the masked weights: the masks are the same, bit for bit."""
+    _, weight, logits, *_ = draw(1, 1, 12, 9, scale=3.0)
+    got = ops.masked_linear(torch.eye(12).repeat(3, 1), weight, logits, 3, seed=seed).view(3, 12, 9)
+    assert torch.equal(got, by_reference(ops.masked_weight, weight, logits, 3, seed=seed).transpose(1, 2))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_kernels_compute_only_what_is_needed(needs: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, logits = draw(3, 3, 6, 5)[:3]
+    arguments = (torch.randn(9, 5), x, weight, logits, torch.tensor(SEED), 3, 1.0)
+    backward = backends.kernel("masked_linear_backward")
+    every = backward(*arguments, [True] * 3)
+    launched = []
+    if backends.INTERPRETED:
+        launched = backends.watched(monkeypatch, import_module("fastmod.kernels.masked_linear"), *TRITON_KERNELS)
+    for needed, got, want in zip(needs, backward(*arguments, needs), every, strict=True):
+        assert torch.equal(got, want) if needed else got.numel() == 0
+    if backends.INTERPRETED:
+        assert ("backward_x_kernel" in launched) == needs[0]
+        assert ("backward_weight_kernel" in launched) == (needs[1] or needs[2])
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("shape", [(0, 5, 7), (4, 0, 7), (4, 5, 0)], ids=str)
+def test_kernels_of_nothing(shape: tuple[int, int, int]) -> None:
+    rows, outputs, inputs = shape
+    x, weight, biases, seed = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(2, outputs), SEED
+    key = torch.tensor(seed)
+    out = backends.kernel("masked_linear_forward")(x, weight, weight, biases, key, 2)
+    assert torch.equal(out, biases.repeat_interleave(rows // 2, 0))
+    found = backends.kernel("masked_linear_backward")(out, x, weight, weight, key, 2, 1.0, [True] * 3)
+    assert all(torch.equal(got, torch.zeros_like(like)) for got, like in zip(found, (x, weight, weight), strict=True))
+
+
+@pytest.mark.parametrize("backend", backends.parameters("native"), indirect=True)
+def test_too_many_rows_are_refused(backend: backends.Backend) -> None:
+    x, weight, logits = draw(3, 65, 4, 2)[:3]
+    with pytest.raises(ValueError, match="x: expected at most 64 rows a sample, got 65"):
+        backends.kernel("masked_linear_forward")(x, weight, logits, None, torch.tensor(0), 3)
+
+
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+def test_many_rows_without_inputs(backend: backends.Backend, request: pytest.FixtureRequest) -> None:
+    if not native():
+        reason = "the op counts rows by elements, of which there are none, and hands 65 rows to a kernel that takes 64"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=ValueError, reason=reason))
+    x, weight, logits, bias, _ = draw(3, 65, 0, 5)
+    assert torch.equal(layer(3)(x, weight, logits, bias), bias.expand(195, 5))
+
+
+@pytest.mark.usefixtures("backend")
+def test_repeats_are_bit_equal() -> None:
+    leaves = [t.requires_grad_() for t in draw(3, 5, 9, 6)]
+    results = [torch.autograd.grad(layer(3)(*leaves).square().sum(), leaves) for _ in range(3)]
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+TRITON_KERNELS = ("thresholds_kernel", "forward_kernel", "backward_x_kernel", "backward_weight_kernel")
+
+
+@pytest.mark.interpreted
+def test_triton_takes_the_seed_by_pointer_as_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launchers pass a seed of the CPU by value; on a GPU it comes by pointer."""
+    kernels = import_module("fastmod.kernels.masked_linear")
+    (x, weight, logits), grad, seed = draw(3, 3, 6, 5)[:3], torch.randn(9, 5), torch.tensor(-SEED)
+
+    def results() -> list[torch.Tensor]:
+        out = kernels.masked_linear_forward(x, weight, logits, None, seed, 3)
+        return [out, *kernels.masked_linear_backward(grad, x, weight, logits, seed, 3, 0.7, (True,) * 3)]
+
+    by_value = results()
+    monkeypatch.setattr(kernels, "seed_args", lambda seed: {"seed_ptr": seed, "seed_value": 0})
+    assert all(map(torch.equal, results(), by_value))
+
+
+@pytest.mark.interpreted
+def test_triton_serves_few_rows_and_none_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend "triton" really runs these kernels, and none of them for many rows."""
+    launched = backends.watched(monkeypatch, import_module("fastmod.kernels.masked_linear"), *TRITON_KERNELS)
+    monkeypatch.setattr(MASKED_LINEAR, "row_limit", ROW_LIMIT)
+    for rows, expected in ((64, set(TRITON_KERNELS)), (65, set())):
+        launched.clear()
+        with fastmod.use_backend("triton"):
+            layer(3)(*[t.requires_grad_() for t in draw(3, rows, 5, 4)]).sum().backward()
+        assert set(launched) == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_many_samples_are_summed_in_fp32(dtype: torch.dtype) -> None:
     assert_agrees(layer(256), lambda: draw(256, 2, 13, 70, dtype), draws=3)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_formula(isa: str, seed: int) -> None:
+def test_the_formula(seed: int) -> None:
     """Written out with the masks of the contract: rows s * B / S and on meet mask s; biases have their own stream."""
     x, weight, logits, bias, bias_logits = draw(3, 4, 7, 5, torch.float64)
     masks = drawn(3, 35, seed).view(3, 5, 7) >= module.words_off(logits)
@@ -107,8 +285,9 @@ def test_the_formula(isa: str, seed: int) -> None:
     torch.testing.assert_close(found, torch.cat(parts), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("tau", TAUS)
-def test_logits_get_the_gradient_of_the_relaxed_sample(isa: str, tau: float) -> None:
+def test_logits_get_the_gradient_of_the_relaxed_sample(tau: float) -> None:
     inputs = [t.requires_grad_() for t in draw(3, 4, 7, 5, torch.float64)]
     x, weight, logits, bias, bias_logits = inputs
     out = layer(3, seed=-6, tau=tau)(*inputs)
@@ -120,6 +299,7 @@ def test_logits_get_the_gradient_of_the_relaxed_sample(isa: str, tau: float) -> 
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.usefixtures("backend")
 @given(
     sizes=st.tuples(
         st.sampled_from([1, 2, 3]),
@@ -134,19 +314,21 @@ def test_logits_get_the_gradient_of_the_relaxed_sample(isa: str, tau: float) -> 
     seed=st.integers(-(2**63), 2**63 - 1),
 )
 def test_any_shape_layout_and_range(sizes, layouts, tensors, scale, tau, seed) -> None:
+    assume(native() or sizes[2] > 0 or sizes[1] <= 64)  # see test_many_rows_without_inputs
     torch.manual_seed(abs(seed) % 1000)
-    grad = laid_out(torch.randn(sizes[0] * sizes[1], sizes[3]), layouts[5])
 
-    def inputs():
+    def inputs(scale: float = scale):
         return [laid_out(t, kind) for t, kind in zip(draw(*sizes, scale=scale)[:tensors], layouts, strict=False)]
 
     run = layer(sizes[0], seed=seed, tau=tau)
     # The gradient of a logit passes |x| * |weight| * rows.
-    assert_agrees(lambda *t: (run(*t) * grad).sum(), inputs, draws=4, scale=scale * scale * max(1, sizes[2]) * 4)
+    scale = scale * scale * max(1, sizes[2]) * 4
+    assert_agrees(run, inputs, draws=2 if backends.INTERPRETED else 4, scale=scale, grad_layout=layouts[5])
 
 
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)], ids=str)
-def test_dimensions_between_batch_and_features(rows: tuple[int, ...]) -> None:
+def test_dimensions_between_batch_and_features(backend: backends.Backend, rows: tuple[int, ...]) -> None:
     _, *rest = draw(4, 1, 7, 5)
     x = torch.randn(8, *rows, 7)
     run = layer(4)
@@ -201,7 +383,8 @@ def test_gradients_only_where_they_are_required() -> None:
         assert [t.numel() for t in found] == [t.numel() if w else 0 for t, w in zip(values, wanted[:3], strict=False)]
 
 
-def test_gradients_without_masks_of_the_bias() -> None:
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+def test_gradients_without_masks_of_the_bias(backend: backends.Backend) -> None:
     values = draw(3, 4, 7, 5)[:4]
     for wanted in itertools.product([False, True], repeat=4):
         inputs = [t.clone().requires_grad_(w) for t, w in zip(values, wanted, strict=True)]
@@ -212,8 +395,8 @@ def test_gradients_without_masks_of_the_bias() -> None:
             torch.testing.assert_close(inputs[3].grad, torch.full((5,), 12.0))
 
 
-@pytest.mark.usefixtures("isa")
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+def test_gradcheck(backend: backends.Backend) -> None:
     """Of what the output depends on smoothly: x, weight, bias; for logits see the relaxed sample."""
     x, weight, logits, bias, bias_logits = draw(3, 2, 4, 5, torch.float64)
     smooth = tuple(t.requires_grad_() for t in (x, weight, bias))
@@ -221,27 +404,30 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda a, w, b: layer(3)(a, w, logits, b), smooth)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", range(5), ids=NAMES)
-def test_nan_and_inf_travel_as_in_torch(where: int, value: float, isa: str) -> None:
+def test_nan_and_inf_travel_as_in_torch(where: int, value: float) -> None:
     inputs = draw(2, 3, 5, 6)
     inputs[where].view(-1)[2:4] = value
     leaves = [t.requires_grad_() for t in inputs]
     grad = torch.randn(6, 6)
-    results = []
-    for backend in ("native", "reference"):
-        with fastmod.use_backend(backend):
-            out = layer(2)(*leaves)
-            results.append([out, *torch.autograd.grad(out, leaves, grad)])
+
+    def call() -> list[torch.Tensor]:
+        out = layer(2)(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    results = [call(), by_reference(call)]
     torch.testing.assert_close(results[0][0], results[1][0], equal_nan=True)
     # Gradients are summed before they meet the weight, there inf - inf is not NaN: not finite in the same places.
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(*(torch.nan_to_num(t, 1e30, 1e30, 1e30) for t in (found, expected)))
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize("value", [1e4, float("inf")])
-def test_sure_masks(value: float, tau: float, isa: str) -> None:
+def test_sure_masks(value: float, tau: float) -> None:
     x, weight, _, bias, _ = draw(3, 4, 7, 5)
     for sign, expected in ((1, torch.nn.functional.linear(x, weight, bias)), (-1, torch.zeros(12, 5))):
         logits = [torch.full_like(t, sign * value).requires_grad_() for t in (weight, bias)]
@@ -289,6 +475,7 @@ def test_peak_memory() -> None:
 # ---------------------------------------------------------------------------------------------------- torch's machinery
 
 
+@pytest.mark.usefixtures("backend")
 def test_seed_rules() -> None:
     inputs = draw(2, 3, 7, 5)
     torch.manual_seed(4)
@@ -309,7 +496,8 @@ def test_opcheck() -> None:
         opchecked("masked_linear_backward", grad, *permuted, key, 3, 0.5, needs)
 
 
-def test_two_backwards_and_untouched_inputs() -> None:
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+def test_two_backwards_and_untouched_inputs(backend: backends.Backend) -> None:
     inputs = [t.requires_grad_() for t in draw(3, 4, 7, 70)]
     copies = [t.detach().clone() for t in inputs]
     out = layer(3)(*inputs)

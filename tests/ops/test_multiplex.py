@@ -72,7 +72,7 @@ def test_dtypes(shape: tuple[int, ...], dtype: torch.dtype, mode: str) -> None:
     def inputs():
         return [*draw(*shape, dtype), torch.tensor(0.6, dtype=wide)]
 
-    assert_agrees(route(mode), inputs, draws=8, scale=b * n * d)  # the gradient of tau is one sum over all of them
+    assert_agrees(route(mode), inputs, scales={2: b * n * d})  # the gradient of tau is one sum over all of them
     assert_agrees(
         lambda blocks, logits: route(mode)(blocks, logits, 0.3), lambda: draw(*shape, dtype)
     )  # no fp32 number
@@ -120,15 +120,14 @@ def test_layouts(layout: str, dtype: torch.dtype, mode: str) -> None:
     assert_agrees(route(mode), inputs, grad_layout=layout)
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_large_values(mode: str, dtype: torch.dtype) -> None:
+def test_large_values(backend: backends.Backend, mode: str, dtype: torch.dtype) -> None:
     def inputs(m: int, blocks: float):
         x, logits = draw(3, m, 7, 3, dtype)
         return [x * blocks, logits * 1e4]
 
-    for m, blocks in ((6, 1e4), (34, 1.0)) if mode != "gumbel" else ((6, 1e4),):
+    for m, blocks in ((6, 1e4),) if backend is backends.TRITON else ((6, 1e4), (34, 1.0)):
         assert_agrees(route(mode), lambda m=m, blocks=blocks: inputs(m, blocks), scale=12.0 * blocks)
 
 
@@ -167,11 +166,10 @@ def test_nan_and_inf_among_many_blocks(
     check_not_finite(value, where, shape)
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("mode", ["softmax", "argmax"])
-@pytest.mark.parametrize("m", [4, 40])
-def test_columns_of_minus_infinity(m: int, mode: str) -> None:
+def test_columns_of_minus_infinity(backend: backends.Backend, mode: str) -> None:
     """Minus infinities before finite scores are fine; a whole column of them is NaN, as in torch."""
+    m = 4 if backend is backends.TRITON else 40  # more than a chunk
 
     def inputs():
         blocks, logits = draw(1, m, 7, 3)
@@ -308,8 +306,8 @@ def test_noise_does_not_depend_on_batch_split_or_threads() -> None:
     )
 
 
-@pytest.mark.usefixtures("backend")
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)  # hundreds of calls
+def test_gradcheck(backend: backends.Backend) -> None:
     blocks, logits = (t.requires_grad_() for t in draw(3, 4, 3, 5, torch.float64))
     tau = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda b, w, t: ops.multiplex(b, w, tau=t), (blocks, logits, tau))

@@ -9,6 +9,7 @@ import torch
 
 import fastmod
 from fastmod import ops
+from tests.helpers import backends
 from tests.helpers.agreement import assert_agrees, laid_out, opchecked, run
 from tests.ops.test_mfnnr import GRAD_FACTOR, linears
 
@@ -46,8 +47,19 @@ def test_matches_fp64(batch: int, mode: str, context: bool) -> None:
     assert_agrees(function, lambda: draw(batch, context=context), draws=draws, grad_factor=GRAD_FACTOR)
 
 
+# Not yet in Triton's interpreter: the gradient of one tau is off by up to 4.4 times plain PyTorch's error there, which
+# may be luck or not. Bit for bit it is the layers one by one, see below, and those are compared in test_mfnnr.py.
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize("mode", ["softmax", "gumbel", "argmax"])
+def test_every_backend_matches_fp64(backend: backends.Backend, mode: str, context: bool) -> None:
+    function = call(mode=mode, context=context)
+    assert_agrees(function, lambda: draw(3, context=context), draws=8, grad_factor=GRAD_FACTOR)
+
+
+@pytest.mark.usefixtures("backend")
 def test_equals_single_layers_bit_for_bit() -> None:
-    x, t0, t1, t2, *params = draw(100)
+    x, t0, t1, t2, *params = draw(9)
     out, penalty = call()(x, t0, t1, t2, *params)
     total = 0.0
     for i, tau in enumerate((t0, t1, t2)):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-KERNELS = ["multiplex", "gated_residual", "range_penalty", "mfnnr", "sample_mask", "masked_linear"]
 
 _FLAGS = ["-std=c++17", "-fPIC", "-O1", "-g1", "-ffp-contract=fast", "-fno-tree-vectorize", "-DFASTMOD_CUDA_HOST"]
 _FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{ROOT / 'csrc' / 'cuda'}"]
@@ -69,22 +68,28 @@ def build(flavour: str) -> Path:
     """The harness as an executable under ``build/``."""
     own, scheduler = FLAVOURS[flavour]
     sources = dict.fromkeys([*_kernels(), HERE / "probes.cu", HERE / "driver.cpp"], own)
-    return _link(flavour, {**sources, HERE / "cuda_host.cpp": scheduler}, own)
+    return _link(flavour, {**sources, **dict.fromkeys(_scheduler(), scheduler)}, own)
 
 
 def build_bindings() -> Path:
-    """csrc/cuda/bindings.cpp over the harness, as a library of ops on CPU tensors: see bindings_host.cpp."""
+    """csrc/cuda/*_binding.cpp over the harness, as a library of ops on CPU tensors: see bindings_host.cpp."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     own = ["-std=c++20", "-g0", f"-I{HERE / 'stubs'}", *(f"-isystem{path}" for path in include_paths())]
     own.append(f"-DFASTMOD_TORCH={torch.__version__}")  # another torch, another object
-    sources: dict[Path, list[str]] = {path: [] for path in [*_kernels(), HERE / "cuda_host.cpp"]}
+    for path in [HERE / "bindings_host.h", *sorted((ROOT / "csrc" / "cuda").glob("*_binding.cpp"))]:
+        own += ["-include", str(path)]
+    sources: dict[Path, list[str]] = {path: [] for path in [*_kernels(), *_scheduler()]}
     libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu"]
     return _link("bindings", {**sources, HERE / "bindings_host.cpp": own}, ["-shared"], libraries)
 
 
 def _kernels() -> list[Path]:
-    return [ROOT / "csrc" / "cuda" / f"{name}.cu" for name in KERNELS]
+    return sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+
+
+def _scheduler() -> list[Path]:
+    return [HERE / "cuda_host.cpp", HERE / "mma_host.cpp"]
 
 
 def _link(name: str, sources: dict[Path, list[str]], flags: list[str], libraries: Sequence[str] = ()) -> Path:
@@ -94,7 +99,7 @@ def _link(name: str, sources: dict[Path, list[str]], flags: list[str], libraries
         raise RuntimeError("no g++, which the extension needs as well")
     headers = hashlib.sha256()
     for path in sorted([*HERE.rglob("*.h"), *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.[hc]*")]):
-        if path.suffix != ".cu":  # bindings.cpp counts: bindings_host.cpp includes it
+        if path.suffix != ".cu":  # bindings count: bindings_host.cpp includes them
             headers.update(path.name.encode() + path.read_bytes())
     objects = []
     for path, own in sources.items():

@@ -350,7 +350,7 @@ class Forward(NamedTuple):
 def fused_forward(
     harness: Harness, case: Mfnnr, x: Tensor, route: list[Tensor], update: list[Tensor], tau: float
 ) -> Forward:
-    """The two launches of csrc/cuda/bindings.cpp."""
+    """The two launches of csrc/cuda/mfnnr_binding.cpp."""
     batch, m, n, d = case.sizes
     dtype, tiles = case.dtype, -(-batch // 16)
 
@@ -383,7 +383,7 @@ def fused_forward(
 def backward_through(
     harness: Harness, grad: Tensor, hidden: list[Tensor], params: list[Tensor], source: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradient before the first layer's bias, and of every parameter: GEMMs and leaky_backward, as in bindings.cpp."""
+    """Gradient before the first layer's bias, and of every parameter: GEMMs and leaky_backward, as in its binding."""
     grads: list[Tensor] = []
     for layer in reversed(range(len(params) // 2)):
         below = hidden[layer - 1] if layer else source
@@ -399,7 +399,7 @@ def fused_backward(
     harness: Harness, case: Mfnnr, kept: Forward, grad_out: Tensor | None, grad_penalty: Tensor | None, x: Tensor,
     route: list[Tensor], update: list[Tensor], tau: float,
 ) -> list[Tensor]:  # fmt: skip
-    """[x, tau, route.., update..]: the composition of csrc/cuda/bindings.cpp with torch.mm for cuBLAS."""
+    """[x, tau, route.., update..]: the composition of csrc/cuda/mfnnr_binding.cpp with torch.mm for cuBLAS."""
     batch, m, n, d = case.sizes
     values, dtype = n * d, case.dtype
     u = kept.update_kept[-1]

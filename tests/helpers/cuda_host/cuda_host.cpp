@@ -29,9 +29,19 @@ dim3 grid_size, block_size;
 namespace {
 
 constexpr size_t kStack = 256 * 1024;
-constexpr size_t kMaxShared = 48 * 1024;
+constexpr size_t kMaxStatic = 48 * 1024, kMaxShared = 64 * 1024;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMaxAsync = 512, kMaxGroups = 8;
 
 enum class State { kReady, kBarrier, kWarp, kExited };
+
+// Copies under way, oldest first: begin .. end; group i ends before group_end[i], and what follows is not committed
+// yet.
+struct AsyncQueue {
+  int begin = 0, end = 0, groups = 0;
+  int group_end[kMaxGroups];
+  AsyncCopy copies[kMaxAsync];
+};
 
 struct Context {
 #if defined(__x86_64__)
@@ -51,6 +61,10 @@ struct Fiber : Context {
   unsigned mask = 0;  // of the warp operation
   int source = 0;
   uint64_t bits = 0;
+  void* mine = nullptr;                     // of a collective, with what it does
+  void (*run)(void* const*) = nullptr;
+  bool fenced = false;
+  AsyncQueue async;
 };
 
 Context scheduler;
@@ -64,7 +78,8 @@ struct SharedArray {
   void* memory;
 };
 SharedArray shared_arrays[64];  // no container: one that grows inside a fiber would be a race to TSan
-size_t shared_count = 0, shared_bytes = 0;
+size_t shared_count = 0, shared_bytes = 0, static_bytes = 0, dynamic_bytes = 0;
+const char dynamic_site = 0;
 // TSan knows objects by their address: one tag per launch and end, two per block for alternate barriers, one per warp.
 [[maybe_unused]] char *launch_tag, *block_tags;
 size_t barriers_passed;
@@ -85,6 +100,7 @@ constexpr size_t kPool = size_t(1) << 33;  // per launch; address space, not mem
 // malloc would count as a write by the fiber that happens to call it, and memory used twice as a race: what fibers
 // touch comes fresh from a pool.
 char* pool = nullptr;
+std::vector<void*> last_fibers;
 size_t pool_used = 0;
 char* from_pool(size_t bytes) {
   char* result = pool + pool_used;
@@ -190,6 +206,9 @@ void prepare(Fiber& fiber) {
   fiber.tsan = __tsan_create_fiber(0);
 #endif
   fiber.state = State::kReady;
+  fiber.run = nullptr;
+  fiber.fenced = false;
+  fiber.async.begin = fiber.async.end = fiber.async.groups = 0;
 }
 
 void wait(State state, int line) {
@@ -216,9 +235,15 @@ void finish_warp(size_t first, size_t end) {
     for (size_t lane = 0; lane < 32; ++lane) {
       if (!(mask >> lane & 1)) continue;
       const Fiber* other = first + lane < end ? &fibers[first + lane] : nullptr;
-      complete = complete && other && other->state == State::kWarp && other->mask == mask && other->line == line;
+      complete = complete && other && other->state == State::kWarp && other->mask == mask && other->line == line &&
+                 other->run == fibers[i].run;
     }
     if (!complete) continue;
+    if (fibers[i].run) {
+      void* lanes[32];
+      for (size_t lane = 0; lane < 32; ++lane) lanes[lane] = fibers[first + lane].mine;
+      fibers[i].run(lanes);
+    }
     uint64_t left[32] = {};
     for (size_t lane = 0; lane < 32; ++lane) {
       if (mask >> lane & 1) left[lane] = fibers[first + lane].bits;
@@ -253,7 +278,7 @@ void pass_barrier(size_t count) {
 }
 
 void run_block(size_t count) {
-  shared_count = shared_bytes = 0;
+  shared_count = shared_bytes = static_bytes = 0;
   barriers_passed = 0;
 #if defined(CUDA_HOST_TSAN)
   block_tags = from_pool(2 + 32);
@@ -287,7 +312,10 @@ void run_block(size_t count) {
     for (size_t first = 0; first < count; first += 32) finish_warp(first, first + 32 < count ? first + 32 : count);
   }
 #if defined(CUDA_HOST_TSAN)
-  for (size_t i = 0; i < count; ++i) __tsan_destroy_fiber(fibers[i].tsan);
+  // Destroyed one block later: TSan gives a number that is free to the next fiber, which could then pass for this one.
+  for (void* fiber : last_fibers) __tsan_destroy_fiber(fiber);
+  last_fibers.clear();
+  for (size_t i = 0; i < count; ++i) last_fibers.push_back(fibers[i].tsan);
 #else
   for (size_t i = 0; i < shared_count; ++i) std::free(shared_arrays[i].memory);
 #endif
@@ -314,9 +342,61 @@ uint64_t exchange(unsigned mask, uint64_t bits, int source, int line) {
   current->mask = mask;
   current->bits = bits;
   current->source = source;
+  current->run = nullptr;
   wait(State::kWarp, line);
   return current->bits;
 }
+
+void collective(void* mine, void (*run)(void* const*), int line) {
+  current->mask = kAllLanes;
+  current->source = lane();
+  current->mine = mine;
+  current->run = run;
+  wait(State::kWarp, line);
+}
+
+void push_async(const AsyncCopy& copy, int line) {
+  AsyncQueue& queue = current->async;
+  const auto misaligned = [&](const void* at) { return reinterpret_cast<uintptr_t>(at) % copy.bytes != 0; };
+  current->line = line;
+  if (copy.bytes != 4 && copy.bytes != 8 && copy.bytes != 16) {
+    fail("cp.async of " + std::to_string(copy.bytes) + " bytes", *current);
+  } else if (misaligned(copy.target) || misaligned(copy.source)) {
+    fail("misaligned cp.async", *current);
+  }
+  if (queue.begin == queue.end && queue.groups == 0) queue.begin = queue.end = 0;
+  if (queue.end == kMaxAsync) std::abort();
+  queue.copies[queue.end++] = copy;
+}
+
+void commit_async() {
+  AsyncQueue& queue = current->async;
+  if (queue.groups == kMaxGroups) std::abort();
+  queue.group_end[queue.groups++] = queue.end;
+}
+
+bool pop_async(int groups_left, AsyncCopy* copy) {
+  AsyncQueue& queue = current->async;
+  while (queue.groups > groups_left) {
+    if (queue.begin < queue.group_end[0]) {
+      *copy = queue.copies[queue.begin++];
+      return true;
+    }
+    --queue.groups;
+    for (int i = 0; i < queue.groups; ++i) queue.group_end[i] = queue.group_end[i + 1];
+  }
+  return false;
+}
+
+// Fibers switch at warp operations and barriers alone: nothing comes in between.
+unsigned atomic_add(unsigned* address, unsigned value) {
+  if (current->fenced) release(address);
+  acquire(address);
+  const unsigned old = *address;
+  *address = old + value;
+  return old;
+}
+void fence() { current->fenced = true; }
 
 void warp_barrier(unsigned mask, int line) {
 #if defined(CUDA_HOST_TSAN)
@@ -345,13 +425,17 @@ void* shared_memory(const void* site, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) static_cast<volatile unsigned char*>(memory)[i] = 0xff;
   shared_arrays[shared_count++] = {site, memory};
   shared_bytes += bytes;
-  if (shared_bytes > kMaxShared) {
-    fail("more than 48 KB of shared memory: " + std::to_string(shared_bytes) + " bytes", *current);
+  if (site != &dynamic_site) static_bytes += bytes;
+  if (static_bytes > kMaxStatic) {
+    fail("more than 48 KB of shared memory: " + std::to_string(static_bytes) + " bytes", *current);
+  } else if (shared_bytes > kMaxShared) {
+    fail("more than 64 KB of shared memory: " + std::to_string(shared_bytes) + " bytes", *current);
   }
   return memory;
 }
+void* dynamic_shared_memory() { return shared_memory(&dynamic_site, dynamic_bytes); }
 
-cudaError_t launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
+cudaError_t launch(dim3 grid, dim3 block, size_t dynamic, const std::function<void()>& kernel) {
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
   if (grid.x == 0 || grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535 ||
       threads == 0 || threads > 1024) {
@@ -361,6 +445,7 @@ cudaError_t launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   grid_size = grid;
   block_size = block;
   body = &kernel;
+  dynamic_bytes = dynamic;
   if (fibers.size() < threads) fibers.resize(threads);
 #if defined(CUDA_HOST_TSAN)
   if (pool) munmap(pool, kPool);

@@ -5,9 +5,13 @@
 // with cudaErrorLaunchFailure, and cuda_host::message() says why, on
 //   - a barrier that some threads of the block never reach, or that they reach at different lines,
 //   - a warp operation that a lane of its mask does not take part in,
-//   - more static shared memory than a block may have.
-// ASan finds what is out of bounds, in global memory and in each __shared__ array; TSan finds data races, since only
-// barriers order the fibers of a block for it, and nothing those of different blocks.
+//   - more shared memory than a block may have: static 48 KB, with dynamic memory 64 KB, the least of all targets,
+//   - a cp.async that is misaligned or of a size that does not exist.
+// An asynchronous copy fills its target with NaN when it is issued and with the values when its thread waits for it, so
+// that neither a missing wait nor a target still in use by others goes unseen. A matrix product truncates its operands
+// and rounds its sums towards zero, as tensor cores do. ASan finds what is out of bounds, in global memory and in each
+// __shared__ array; TSan finds data races, since only barriers order the fibers of a block for it, and nothing those
+// of different blocks.
 #pragma once
 
 #include <cmath>
@@ -43,16 +47,42 @@ struct Position {
 extern Position position;  // of the running fiber
 extern dim3 grid_size, block_size;
 
-cudaError_t launch(dim3 grid, dim3 block, const std::function<void()>& kernel);
+cudaError_t launch(dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<void()>& kernel);
 const char* message();
 void set_order(uint64_t seed);
 
 // One allocation per declaration (`site`) and block.
 void* shared_memory(const void* site, size_t bytes);
+void* dynamic_shared_memory();
 void barrier(int line);
 // Leaves `bits` for the other lanes of `mask`, waits for all of them, returns what `source` left.
 uint64_t exchange(unsigned mask, uint64_t bits, int source, int line);
 void warp_barrier(unsigned mask, int line);
+// Waits for all 32 lanes of the warp; the last one lets `run` work on what each has left.
+void collective(void* mine, void (*run)(void* const* lanes), int line);
+
+struct AsyncCopy {
+  void* target;
+  const void* source;
+  int bytes, valid;  // beyond `valid` zeros
+};
+void push_async(const AsyncCopy& copy, int line);
+void commit_async();
+bool pop_async(int groups_left, AsyncCopy* copy);  // false: at most so many groups are under way
+inline void start_async(void* target, const void* source, int bytes, int valid, int line) {
+  push_async({target, source, bytes, valid}, line);
+  std::memset(target, 0xff, static_cast<size_t>(bytes));
+}
+inline void wait_async(int groups_left) {
+  AsyncCopy copy;
+  while (pop_async(groups_left, &copy)) {
+    std::memset(copy.target, 0, static_cast<size_t>(copy.bytes));
+    if (copy.valid > 0) std::memcpy(copy.target, copy.source, static_cast<size_t>(copy.valid));
+  }
+}
+
+unsigned atomic_add(unsigned* address, unsigned value);
+void fence();
 
 template <typename Value>
 Value shuffle(unsigned mask, Value value, int source, int line) {
@@ -91,11 +121,10 @@ float bfloat16_value(uint16_t bits);
 #define __shfl_up_sync(mask, value, offset) \
   ::cuda_host::shuffle(mask, value, ::cuda_host::lane_or_own(::cuda_host::lane() - (offset)), __LINE__)
 
-// Ordered more strongly than on a GPU: a missing __threadfence is the one race that goes unseen.
-inline unsigned atomicAdd(unsigned* address, unsigned value) {
-  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
-}
-inline void __threadfence() {}
+// What a thread wrote before its last __threadfence is ordered before its atomics: TSan sees one that is missing there.
+// A fence missing after the atomic goes unseen.
+inline unsigned atomicAdd(unsigned* address, unsigned value) { return cuda_host::atomic_add(address, value); }
+inline void __threadfence() { cuda_host::fence(); }
 
 // Rounded each by itself: through memory, since g++ fuses products into sums wherever it can see both.
 inline float __fmul_rn(float a, float b) {
@@ -116,9 +145,26 @@ inline float __int_as_float(int bits) {
   std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
+inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 
 #define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \
-  (static_cast<void>(stream), ::cuda_host::launch(grid, block, [&] { kernel(__VA_ARGS__); }))
+  FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, 0, stream, __VA_ARGS__)
+#define FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, bytes, stream, ...) \
+  (static_cast<void>(stream), ::cuda_host::launch(grid, block, bytes, [&] { kernel(__VA_ARGS__); }))
+#define FASTMOD_DYNAMIC_SHARED(name) \
+  unsigned char* const name = static_cast<unsigned char*>(::cuda_host::dynamic_shared_memory())
 #define FASTMOD_SHARED(type, name, size) \
   static const char name##_site = 0;     \
   type* const name = static_cast<type*>(::cuda_host::shared_memory(&name##_site, sizeof(type) * (size)))

@@ -56,9 +56,90 @@ MaskNoise mask_noise(const Call& call, size_t pointer) {
           call.ints.at(4)};
 }
 
+// ints: batch, experts, in, out, high, wide, kernel, stride, shared, depthwise, then scale_rows, relu, allow_tf32
+ConvShape conv_shape(const Call& c) {
+  const auto at = [&](size_t i) { return static_cast<int>(c.ints.at(i)); };
+  return {c.ints.at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8) != 0, at(9) != 0};
+}
+
+// Scratch of exactly the size asked for, full of NaN, and tickets, which must be zero again after the launch.
+template <typename C, typename Launch>
+cudaError_t with_scratch(Scratch sizes, Launch launch) {
+  const auto [numbers, tickets] = sizes;
+  auto* scratch = static_cast<C*>(std::malloc(static_cast<size_t>(numbers) * sizeof(C)));
+  auto* zeros = static_cast<unsigned*>(std::calloc(static_cast<size_t>(tickets), sizeof(unsigned)));
+  for (int64_t i = 0; i < numbers; ++i) scratch[i] = static_cast<C>(NAN);
+  const cudaError_t error = launch(scratch, zeros);
+  for (int64_t i = 0; error == cudaSuccess && i < tickets; ++i) {
+    if (zeros[i] != 0) {
+      std::cerr << "ticket " << i << " was left at " << zeros[i] << std::endl;
+      std::exit(3);
+    }
+  }
+  std::free(scratch);
+  std::free(zeros);
+  return error;
+}
+
+// buffers from `first`: x, scale, shift, gate
+template <typename T>
+ConvInput<T> conv_input(const Call& c, size_t first) {
+  using C = Compute<T>;
+  return {c.at<T>(first),     c.at<C>(first + 1), c.at<C>(first + 2), static_cast<int>(c.ints.at(10)),
+          c.at<T>(first + 3), c.ints.at(11) != 0};
+}
+
+template <typename T>
+cudaError_t run_conv(const Call& c) {
+  using C = Compute<T>;
+  const ConvShape shape = conv_shape(c);
+  const bool allow_tf32 = c.ints.at(12) != 0;
+  if (c.name == "norm_conv_forward") {
+    return with_scratch<C>(norm_conv_forward_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
+      return norm_conv_forward<T>(conv_input<T>(c, 0), c.at<T>(4), c.at<T>(5), c.at<T>(6), c.at<C>(7), c.at<C>(8),
+                                  scratch, ticket, allow_tf32, shape, nullptr);
+    });
+  }
+  // buffers: grad, y, mean, grad_mean, grad_var, x, scale, shift, gate
+  const ConvGrad<T> grad{c.at<T>(0), c.at<T>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), static_cast<C>(c.floats.at(0))};
+  if (c.name == "norm_conv_backward_x") {
+    return with_scratch<C>(norm_conv_backward_x_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
+      return norm_conv_backward_x<T>(grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), c.at<C>(11), c.at<C>(12),
+                                     c.at<T>(13), scratch, ticket, allow_tf32, shape, nullptr);
+    });
+  }
+  return with_scratch<C>(norm_conv_backward_weight_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
+    return norm_conv_backward_weight<T>(grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), scratch, ticket,
+                                        allow_tf32, shape, nullptr);
+  });
+}
+
+// ints: batch, experts, channels, pixels, shared, relu; buffers from `first`: x, scale, shift, residual, its scale, its
+// shift, gate
+template <typename T>
+SumInput<T> sum_input(const Call& c, size_t first) {
+  using C = Compute<T>;
+  return {c.at<T>(first),     c.at<C>(first + 1), c.at<C>(first + 2), c.at<T>(first + 3),
+          c.at<C>(first + 4), c.at<C>(first + 5), c.at<T>(first + 6), c.ints.at(5) != 0};
+}
+template <typename T>
+cudaError_t run_sum(const Call& c) {
+  using C = Compute<T>;
+  const auto at = [&](size_t i) { return static_cast<int>(c.ints.at(i)); };
+  const SumShape shape{c.ints.at(0), at(1), at(2), at(3), at(4) != 0};
+  if (c.name == "norm_sum_forward") return norm_sum_forward<T>(sum_input<T>(c, 0), c.at<T>(7), shape, nullptr);
+  const SumGrads<T> grads{c.at<T>(8),  c.at<C>(9),  c.at<C>(10), c.at<T>(11),
+                          c.at<C>(12), c.at<C>(13), c.at<T>(14)};
+  return with_scratch<C>(norm_sum_backward_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
+    return norm_sum_backward<T>(c.at<T>(0), sum_input<T>(c, 1), grads, scratch, ticket, shape, nullptr);
+  });
+}
+
 template <typename T>
 cudaError_t run_any(const Call& c) {
   using C = Compute<T>;
+  if (c.name.rfind("norm_conv_", 0) == 0) return run_conv<T>(c);
+  if (c.name.rfind("norm_sum_", 0) == 0) return run_sum<T>(c);
   if (c.name == "multiplex_forward") {
     return multiplex_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
   }
@@ -127,6 +208,15 @@ cudaError_t run_wide(const Call& c) {
     return mfnnr_update<C>(c.at<C>(0), c.at<C>(1), fnn<C>(c, 4, 7), static_cast<C>(c.floats.at(0)), c.at<C>(2),
                            c.at<C>(3), c.at<C>(4), c.at<unsigned>(5), c.at<C>(6), c.shape(), nullptr);
   }
+  const auto number = [&](size_t i) { return static_cast<C>(c.floats.at(i)); };
+  if (c.name == "batch_affine_forward") {
+    return batch_affine_forward<C>(c.at<C>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5), c.at<C>(6),
+                                   c.at<C>(7), c.ints.at(0), number(0), number(1), number(2), nullptr);
+  }
+  if (c.name == "batch_affine_backward") {
+    return batch_affine_backward<C>(c.at<C>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5), c.at<C>(6),
+                                    c.at<C>(7), c.at<C>(8), c.ints.at(0), number(0), nullptr);
+  }
   if (c.name == "leaky_backward") return leaky_backward<C>(c.at<C>(0), c.at<C>(1), c.ints.at(0), nullptr);
   return run_any<C>(c);
 }
@@ -139,6 +229,12 @@ cudaError_t run(const Call& c) {
     return probe_round(c.at<float>(0), c.ints.at(0), c.at<__half>(1), c.at<float>(2), c.at<__nv_bfloat16>(3),
                        c.at<float>(4));
   }
+  if (c.name == "probe_mma") {
+    return probe_mma(c.dtype.c_str(), c.at<uint32_t>(0), c.at<uint32_t>(1), c.at<float>(2));
+  }
+  if (c.name == "probe_split") return probe_split(c.at<float>(0), c.ints.at(0), c.at<float>(1), c.at<float>(2));
+  if (c.name == "probe_ldmatrix") return probe_ldmatrix(c.at<char>(0), c.at<uint32_t>(1));
+  if (c.name == "probe_dynamic") return probe_dynamic(c.at<float>(0), c.at<float>(1), c.ints.at(0));
   if (c.name.rfind("probe_", 0) == 0) return probe(c.name.c_str() + 6, c.at<float>(0), c.at<float>(1), c.ints.at(0));
   if (c.dtype == "float32") return run_wide<float>(c);
   if (c.dtype == "float64") return run_wide<double>(c);

@@ -1,4 +1,4 @@
-// In place of torch's header of this name, so that csrc/cuda/bindings.cpp compiles against the CPU build of torch.
+// In place of torch's header of this name, so that the bindings of csrc/cuda compile against the CPU build of torch.
 #pragma once
 
 #include <c10/util/Exception.h>

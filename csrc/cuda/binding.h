@@ -1,0 +1,111 @@
+// What the bindings of all ops share: dtypes, pointers, the arguments that several ops have in common.
+#pragma once
+
+#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <array>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "../checks.h"
+#include "../constants.h"
+#include "launch.h"
+
+namespace fastmod::cuda::bindings {
+
+using at::Tensor;
+using at::TensorList;
+using OptionalTensor = std::optional<Tensor>;
+
+inline at::ScalarType compute_type(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+inline Tensor widened(const Tensor& tensor) { return tensor.to(compute_type(tensor)).contiguous(); }
+inline std::vector<Tensor> widened(TensorList tensors) {
+  std::vector<Tensor> result;
+  for (const Tensor& tensor : tensors) result.push_back(widened(tensor));
+  return result;
+}
+inline Tensor blank_like(const Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); }
+inline cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream(); }
+
+// Null for an undefined tensor.
+template <typename T>
+T* data(const Tensor& tensor) {
+  return tensor.defined() ? static_cast<T*>(tensor.data_ptr()) : nullptr;
+}
+
+// Calls run(T*) with a null pointer of the element type.
+template <typename Run>
+void dispatch(at::ScalarType type, Run&& run) {
+  switch (type) {
+    case at::kFloat: return run(static_cast<float*>(nullptr));
+    case at::kDouble: return run(static_cast<double*>(nullptr));
+    case at::kHalf: return run(static_cast<__half*>(nullptr));
+    case at::kBFloat16: return run(static_cast<__nv_bfloat16*>(nullptr));
+    default: TORCH_CHECK_TYPE(false, "expected float32, float64, bfloat16 or float16, got ", type);
+  }
+}
+template <typename Run>
+void dispatch_wide(at::ScalarType type, Run&& run) {
+  type == at::kDouble ? run(static_cast<double*>(nullptr)) : run(static_cast<float*>(nullptr));
+}
+template <typename Pointer>
+using Element = std::remove_pointer_t<Pointer>;
+
+// tau and seed as the kernels want them: by pointer where they live on the device, so that nothing waits for the GPU.
+struct RoutingArguments {
+  int mode;
+  double tau_value;
+  Tensor tau, device_seed;
+  int64_t host_seed = 0;
+
+  RoutingArguments(const Tensor& like, const OptionalTensor& tau_, double tau_value_, const OptionalTensor& seed,
+                   int64_t mode_)
+      : mode(static_cast<int>(mode_)), tau_value(tau_value_) {
+    check_routing(tau_, tau_value_, seed, mode_);
+    if (tau_) {
+      TORCH_CHECK(tau_->device() == like.device(), "tau: expected device ", like.device(), ", got ", tau_->device());
+      tau = tau_->to(compute_type(like));
+    }
+    if (mode != kGumbel) return;
+    if (seed->is_cpu()) {
+      host_seed = seed->item<int64_t>();
+    } else {
+      TORCH_CHECK(seed->device() == like.device(), "seed: expected device ", like.device(), ", got ", seed->device());
+      device_seed = *seed;
+    }
+  }
+  template <typename C>
+  Routing<C> as() const {
+    return {mode, data<C>(tau), static_cast<C>(tau_value), data<int64_t>(device_seed), host_seed};
+  }
+};
+
+// Shares the seed's rule with RoutingArguments: by pointer where it lives on the device.
+inline MaskNoise mask_noise(const Tensor& like, int64_t first, int64_t samples, const Tensor& seed, int64_t stream) {
+  MaskNoise noise{first, samples, static_cast<uint32_t>(stream), nullptr, 0};
+  if (seed.is_cpu()) {
+    noise.seed_value = seed.item<int64_t>();
+  } else {
+    TORCH_CHECK(seed.device() == like.device(), "seed: expected device ", like.device(), ", got ", seed.device());
+    noise.seed = data<int64_t>(seed);
+  }
+  return noise;
+}
+
+// Undefined for none.
+inline Tensor dense(const OptionalTensor& tensor) {
+  return tensor && tensor->defined() ? tensor->contiguous() : Tensor();
+}
+
+// Of range_penalty_binding.cpp, for an MFNNR too wide for the fused kernels.
+Tensor range_penalty_forward(TensorList logits, double threshold);
+
+}  // namespace fastmod::cuda::bindings

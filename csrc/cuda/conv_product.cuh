@@ -1,0 +1,320 @@
+// The product of pixels and filters that the forward and the gradient of the input have in common.
+#pragma once
+
+#include "conv_tiles.cuh"
+
+namespace fastmod::cuda {
+
+template <typename T, int kM, int kN, bool kBackward>
+struct Product {
+  using Unit = typename Operand<T>::Unit;
+  static constexpr int kChannels = Operand<T>::kChannels, kPixels = kWarps * kM * 16, kColumns = kN * 8;
+
+  // Bytes of shared memory, all at once; the results lie over the rest when that is done with.
+  struct Layout {
+    int table, read, second, weight, units, weights, found, end;
+    __host__ __device__ Layout(const Tiling& t, int chunk, int kernel, bool both, bool several) {
+      const int pixels = t.read(), taps = kernel * kernel;
+      table = 0;
+      read = (pixels * 8 + 15) / 16 * 16;
+      second = read + pixels * chunk * static_cast<int>(sizeof(T));
+      weight = second + (both ? second - read : 0);
+      units = weight + kColumns * chunk * taps * static_cast<int>(sizeof(T));
+      weights = units + pixels * (chunk / kChannels) * static_cast<int>(sizeof(Unit));
+      end = weights + taps * kColumns * (chunk / kChannels) * static_cast<int>(sizeof(Unit));
+      const int results = read + kPixels * kPitch * 4;
+      if (end < results) end = results;
+      found = end;
+      if (several) end += results - read;
+    }
+  };
+  static constexpr int kPitch = kColumns + 8;
+
+  const Problem<T>& p;
+  const Place& place;
+  const Window &wy, &wx;
+  unsigned char* memory;
+  Layout layout;
+  int expert, column0;
+
+  __device__ int64_t* table() const { return reinterpret_cast<int64_t*>(memory + layout.table); }
+  __device__ float* found() const { return reinterpret_cast<float*>(memory + layout.found); }  // over experts
+  __device__ float* results() const { return reinterpret_cast<float*>(memory + layout.read); }
+  __device__ int depth() const { return kBackward ? p.shape.out : p.shape.in; }
+
+  // Starts copies of channels c0 .. c0 + chunk, of all taps.
+  __device__ void load(int c0) const {
+    const int taps = p.shape.kernel * p.shape.kernel, left = depth() - c0, valid = left < p.chunk ? left : p.chunk;
+    const int pixels = kBackward ? p.out_high * p.out_wide : p.shape.high * p.shape.wide;
+    const int64_t* entries = table();
+    const auto pixels_of = [&](const T* images, bool shared, int offset) {
+      T* to = reinterpret_cast<T*>(memory + offset);
+      const T* own = images + (shared ? 0 : static_cast<int64_t>(expert) * pixels * depth()) + c0;
+      copy_rows(to, p.tiling.read(), p.chunk, valid, p.vector_read, images, [&](int row) -> const T* {
+        const int64_t entry = entries[row];
+        return entry < 0 ? nullptr : own + entry;
+      });
+    };
+    if constexpr (kBackward) {
+      pixels_of(p.grad.grad, false, layout.read);
+      if (p.grad.grad_var) pixels_of(p.grad.y, false, layout.second);
+    } else {
+      pixels_of(p.input.x, p.shape.shared, layout.read);
+    }
+    T* to = reinterpret_cast<T*>(memory + layout.weight);
+    const int64_t filters = static_cast<int64_t>(expert) * p.shape.out;
+    if constexpr (kBackward) {  // [chunk of out][columns of in][taps]
+      const int columns = p.shape.in - column0 < kColumns ? p.shape.in - column0 : kColumns;
+      copy_rows(to, p.chunk, kColumns * taps, columns * taps, p.vector_weight, p.weight, [&](int row) -> const T* {
+        if (row >= valid) return nullptr;
+        return p.weight + ((filters + c0 + row) * p.shape.in + column0) * taps;
+      });
+    } else {  // [columns of out][chunk of in][taps]
+      copy_rows(to, kColumns, p.chunk * taps, valid * taps, p.vector_weight, p.weight, [&](int row) -> const T* {
+        if (column0 + row >= p.shape.out) return nullptr;
+        return p.weight + ((filters + column0 + row) * p.shape.in + c0) * taps;
+      });
+    }
+    commit_copies();
+  }
+
+  // Packs pixels: units [step][pixel][4].
+  __device__ void pack_pixels(int c0) const {
+    const int t = threadIdx.x % 4, pixels = p.tiling.read();
+    const T* read = reinterpret_cast<const T*>(memory + layout.read);
+    const T* second = reinterpret_cast<const T*>(memory + layout.second);
+    const int64_t* entries = table();
+    Unit* units = reinterpret_cast<Unit*>(memory + layout.units);
+    for (int step = 0; step < p.chunk / kStep<T>; ++step) {
+      const int local = step * kStep<T> + t * kChannels, channel = c0 + local;
+      Affine<float> affine[kChannels];
+      StatisticsGrad<float> statistics[kChannels];
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) {
+        const bool there = channel + j < depth();
+        if constexpr (kBackward) {
+          if (there) statistics[j] = statistics_grad(p.grad, static_cast<int64_t>(expert) * depth() + channel + j);
+        } else {
+          affine[j].scale = 0.0f;  // zeros stay zeros
+          if (there) affine[j] = affine_of(p.input, depth(), expert, channel + j);
+        }
+      }
+      float gate[kChannels];
+      int gate_image = -1;
+#pragma unroll 2
+      for (int i = threadIdx.x / 4; i < pixels; i += kThreads / 4) {
+        float v[kChannels] = {};
+        if (entries[i] >= 0) {
+          Operand<T>::read(read + i * p.chunk + local, v);
+          if constexpr (kBackward) {
+            float y[kChannels] = {};
+            if (p.grad.grad_var) Operand<T>::read(second + i * p.chunk + local, y);
+#pragma unroll
+            for (int j = 0; j < kChannels; ++j) {
+              v[j] += statistics[j].offset + statistics[j].slope * (y[j] - statistics[j].mean);
+            }
+          } else {
+            const int image = p.input.gate ? i / (p.tiling.rows * p.tiling.columns) : -1;
+            if (image != gate_image) {
+              gate_image = image;
+#pragma unroll
+              for (int j = 0; j < kChannels; ++j) {
+                const bool there = channel + j < depth();
+                gate[j] = there ? gate_of(p.input, p.shape, place.b + image, expert, channel + j) : 0.0f;
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < kChannels; ++j) {
+              v[j] = affine[j](v[j], p.input.relu);
+              if (p.input.gate) v[j] *= gate[j];
+            }
+          }
+        }
+        units[(step * pixels + i) * 4 + t] = Operand<T>::pack(v, p.precise);
+      }
+    }
+  }
+
+  // Packs filters: units [tap of the window][step][column][4].
+  __device__ void pack_weights() const {
+    constexpr int kGroups = kThreads / (4 * kColumns);
+    const int t = threadIdx.x % 4, column = threadIdx.x / 4 % kColumns, taps = p.shape.kernel * p.shape.kernel;
+    const int steps = p.chunk / kStep<T>;
+    const T* weight = reinterpret_cast<const T*>(memory + layout.weight);
+    Unit* units = reinterpret_cast<Unit*>(memory + layout.weights);
+#pragma unroll 2
+    for (int i = threadIdx.x / (4 * kColumns); i < wy.taps * wx.taps * steps; i += kGroups) {
+      const int tap = steps == 1 ? i : i / steps, local = (i - tap * steps) * kStep<T> + t * kChannels;
+      const int tap_y = wx.taps == 3 ? tap / 3 : tap / wx.taps, tap_x = tap - tap_y * wx.taps;
+      const int from = (wy.weight + tap_y * wy.weight_step) * p.shape.kernel + wx.weight + tap_x * wx.weight_step;
+      float v[kChannels];
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) {
+        v[j] = widen(kBackward ? weight[((local + j) * kColumns + column) * taps + from]
+                               : weight[(column * p.chunk + local + j) * taps + from]);
+      }
+      units[(i * kColumns + column) * 4 + t] = Operand<T>::pack(v, p.precise);
+    }
+  }
+
+  // One chunk's share of the sums.
+  __device__ void multiply(float (&total)[kM][kN][4], float (&low)[kM][kN][4]) const {
+    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+    // A row of taps, or the steps of the only one: never both.
+    const int steps = p.chunk / kStep<T>, products = wx.taps * steps, columns = p.tiling.columns * 4;
+    const int stride = steps == 1 ? 4 : p.tiling.read() * 4;
+    const Unit* weights = reinterpret_cast<const Unit*>(memory + layout.weights) + lane;
+    const Unit* rows[kM][2];  // where the lane's two rows of every product begin to read
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = (static_cast<int>(threadIdx.x) / kWarp * kM + m) * 16 + half * 8 + g;
+        const int image = i >> (p.tiling.log_h + p.tiling.log_w), y = i >> p.tiling.log_w & ((1 << p.tiling.log_h) - 1);
+        const int x = i & ((1 << p.tiling.log_w) - 1);
+        const int start = (image * p.tiling.rows + y * wy.step) * p.tiling.columns + x * wx.step;
+        rows[m][half] = reinterpret_cast<const Unit*>(memory + layout.units) + start * 4 + t;
+      }
+    }
+#pragma unroll 1
+    for (int tap_y = 0; tap_y < wy.taps; ++tap_y) {
+      float part[kM][kN][4] = {};
+      int offset = tap_y * columns;
+#pragma unroll 1
+      for (int i = products; i > 0; --i) {
+        Unit a[kM][2], b[kN];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          a[m][0] = rows[m][0][offset];
+          a[m][1] = rows[m][1][offset];
+        }
+#pragma unroll
+        for (int n = 0; n < kN; ++n) b[n] = weights[n * 8 * 4];
+        weights += kColumns * 4;
+        offset += stride;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          const uint32_t high[4] = {a[m][0].x, a[m][1].x, a[m][0].y, a[m][1].y};
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            T* type = nullptr;
+            if constexpr (sizeof(T) == 4) {
+              mma(type, part[m][n], high, b[n].x, b[n].y);
+            } else {
+              mma(type, total[m][n], high, b[n].x, b[n].y);
+            }
+          }
+          if constexpr (sizeof(T) == 4) {
+            if (p.precise) {
+              const uint32_t rest[4] = {a[m][0].z, a[m][1].z, a[m][0].w, a[m][1].w};
+              T* type = nullptr;
+#pragma unroll
+              for (int n = 0; n < kN; ++n) {
+                mma(type, low[m][n], high, b[n].z, b[n].w);
+                mma(type, low[m][n], rest, b[n].x, b[n].y);
+              }
+            }
+          }
+        }
+      }
+      if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total[m][n][j] += part[m][n][j];
+          }
+        }
+      }
+    }
+  }
+
+  // The whole product into results(), [pixel][column]. All threads may read it on return.
+  __device__ void run() const {
+    float total[kM][kN][4] = {}, low[kM][kN][4] = {};
+    __syncthreads();  // the table is there; results of another expert have been read
+    load(0);
+    for (int c0 = 0; c0 < depth(); c0 += p.chunk) {
+      wait_copies<0>();
+      __syncthreads();  // this chunk has come; the one before is done with
+      pack_pixels(c0);
+      pack_weights();
+      __syncthreads();
+      if (c0 + p.chunk < depth()) load(c0 + p.chunk);
+      multiply(total, low);
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % kWarp;
+    float* out = results();
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int i = (static_cast<int>(threadIdx.x) / kWarp * kM + m) * 16 + j / 2 * 8 + lane / 4;
+          out[i * kPitch + n * 8 + lane % 4 * 2 + j % 2] = total[m][n][j] + low[m][n][j];
+        }
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// Four neighbouring channels, of which `there` exist; all four at once if `vector`.
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+  T v[4];
+};
+template <typename T>
+__device__ inline void read_four(const T* from, int there, bool vector, float (&v)[4]) {
+  if (vector) {
+    const auto four = *reinterpret_cast<const Four<T>*>(from);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = widen(four.v[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = j < there ? widen(from[j]) : 0.0f;
+  }
+}
+template <typename T>
+__device__ inline void write_four(const T (&v)[4], int there, bool vector, T* to) {
+  if (vector) {
+    *reinterpret_cast<Four<T>*>(to) = {{v[0], v[1], v[2], v[3]}};
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j < there) to[j] = v[j];
+    }
+  }
+}
+template <typename T>
+__device__ inline bool by_four(const T* pointer, int channels) {
+  return pointer && channels % 4 == 0 && reinterpret_cast<uintptr_t>(pointer) % sizeof(Four<T>) == 0;
+}
+
+// Sums of kColumns columns, four to a thread, over all threads with the same ones; all of them get it. A fixed order.
+template <int kColumns>
+__device__ inline void sum_of_columns(float (&v)[4], float* sums) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (int offset = kWarp / 2; offset >= kColumns / 4; offset /= 2) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] += __shfl_xor_sync(kAllLanes, v[j], offset);
+  }
+  __syncthreads();  // the sums before have been read
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (lane < kColumns / 4) sums[warp * kColumns + lane * 4 + j] = v[j];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    v[j] = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) v[j] += sums[w * kColumns + lane % (kColumns / 4) * 4 + j];
+  }
+}
+
+}  // namespace fastmod::cuda

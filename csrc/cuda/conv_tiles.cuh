@@ -1,0 +1,199 @@
+// Convolutions on tensor cores: how pixels are cut into tiles and come into shared memory, and what is shared beside
+// that.
+#pragma once
+
+#include <type_traits>
+
+#include "mma.cuh"
+#include "norm_conv.cuh"
+
+namespace fastmod::cuda {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kMaxShared = 64 * 1024 - 1024;  // of the smallest GPU served, less what kernels declare themselves
+
+// What a lane holds of a pixel or of a filter: a unit of kChannels neighbouring channels. Four units are one step, the
+// depth of one instruction: lane t of a quad has unit t.
+template <typename T>
+struct Operand {
+  using Unit = uint2;  // two words of two numbers
+  static constexpr int kChannels = 4;
+  static __device__ Unit pack(const float (&v)[4], bool) {
+    T* type = nullptr;
+    return {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
+  }
+  static __device__ void read(const T* from, float (&v)[4]) {
+    for (int i = 0; i < 4; ++i) v[i] = widen(from[i]);
+  }
+};
+template <>
+struct Operand<float> {
+  using Unit = uint4;  // high parts, low parts
+  static constexpr int kChannels = 2;
+  static __device__ Unit pack(const float (&v)[2], bool precise) {
+    Unit unit;
+    split_tf32(v[0], precise, &unit.x, &unit.z);
+    split_tf32(v[1], precise, &unit.y, &unit.w);
+    return unit;
+  }
+  static __device__ void read(const float* from, float (&v)[2]) {
+    v[0] = from[0];
+    v[1] = from[1];
+  }
+};
+template <typename T>
+constexpr int kStep = 4 * Operand<T>::kChannels;
+
+// Along one dimension: result i reads image pixels i * advance + first + tap, tap < taps, and meets filter tap
+// weight + tap * weight_step. Shared memory has every `spacing`-th image pixel; results are `step` of those apart.
+struct Window {
+  int taps, first, weight, weight_step, advance, spacing, step;
+};
+// Gradient with stride 2: results of one parity, even or odd, make up an image of their own.
+__host__ __device__ inline Window window_of(int kernel, int stride, bool backward, int parity) {
+  if (!backward) return kernel == 3 ? Window{3, -1, 0, 1, stride, 1, stride} : Window{1, 0, 0, 0, stride, stride, 1};
+  if (stride == 1) return kernel == 3 ? Window{3, -1, 2, -1, 1, 1, 1} : Window{1, 0, 0, 0, 1, 1, 1};
+  if (kernel == 1) return Window{1 - parity, 0, 0, 0, 1, 1, 1};
+  return parity ? Window{2, 0, 2, -2, 1, 1, 1} : Window{1, 0, 1, 0, 1, 1, 1};
+}
+
+// A tile: 2^log_b images, 2^log_h rows, 2^log_w columns of results, which read rows x columns pixels of each image.
+struct Tiling {
+  int log_b, log_h, log_w, rows, columns, across, down, classes;
+  int64_t tiles;
+  __host__ __device__ int read() const { return (rows * columns) << log_b; }
+  int per_image() const { return across * down * classes; }
+};
+
+inline int log_at_least(int value, int most) {
+  int log = 0;
+  while (log < most && (1 << log) < value) ++log;
+  return log;
+}
+
+// high, wide: of the results, of the even ones where there are four classes of them.
+inline Tiling tiling_of(const ConvShape& shape, bool backward, int high, int wide, int log_pixels, int most_read) {
+  const int classes = backward && shape.stride == 2 ? 4 : 1;
+  const Window window = window_of(shape.kernel, shape.stride, backward, shape.kernel == 3 ? 1 : 0);
+  Tiling t{};
+  t.classes = classes;
+  t.log_w = log_at_least(wide, 4);
+  t.log_h = log_at_least(high, log_pixels - t.log_w);
+  for (;;) {
+    t.log_b = log_pixels - t.log_h - t.log_w;
+    t.rows = ((1 << t.log_h) - 1) * window.step + window.taps;
+    t.columns = ((1 << t.log_w) - 1) * window.step + window.taps;
+    if (t.read() <= most_read || t.log_b == 0) break;
+    ++(t.log_h < t.log_w ? t.log_h : t.log_w);  // fewer images, fewer borders
+  }
+  t.across = (wide + (1 << t.log_w) - 1) >> t.log_w;
+  t.down = (high + (1 << t.log_h) - 1) >> t.log_h;
+  const int64_t groups = (shape.batch + (1 << t.log_b) - 1) >> t.log_b;
+  t.tiles = groups * t.per_image();
+  return t;
+}
+
+// Where a tile lies.
+struct Place {
+  int64_t b;
+  int y, x, parity_y, parity_x, part;  // part: of the image, for sums per image
+  __device__ Place(const Tiling& t, int64_t tile) {
+    const int64_t spatial = quotient(tile, t.classes), row = quotient(spatial, t.across), group = quotient(row, t.down);
+    const int of_class = static_cast<int>(tile - spatial * t.classes);
+    const int down = static_cast<int>(row - group * t.down), across = static_cast<int>(spatial - row * t.across);
+    b = group << t.log_b;
+    y = down << t.log_h;
+    x = across << t.log_w;
+    parity_y = of_class >> 1;
+    parity_x = of_class & 1;
+    part = (down * t.across + across) * t.classes + of_class;
+  }
+};
+
+// A pixel of a tile; outside where the tile hangs over the edge.
+struct Pixel {
+  int64_t b;
+  int y, x;
+  __device__ Pixel(const Tiling& t, const Place& place, int i)
+      : b(place.b + (i >> (t.log_h + t.log_w))),
+        y(place.y + (i >> t.log_w & ((1 << t.log_h) - 1))),
+        x(place.x + (i & ((1 << t.log_w) - 1))) {}
+};
+
+// Where in memory the pixels lie that a tile reads: offsets of their first channel, of expert 0, or -1 outside.
+// `images` are there for each b.
+__device__ inline void fill_table(int64_t* table, const Tiling& t, const Place& place, const Window& wy,
+                                  const Window& wx, int64_t batch, int high, int wide, int images, int channels) {
+  const int size = t.rows * t.columns;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < t.read(); i += kThreads) {
+    const int image = i / size, rest = i - image * size, row = rest / t.columns, column = rest - row * t.columns;
+    const int y = place.y * wy.advance + wy.first + row * wy.spacing;
+    const int x = place.x * wx.advance + wx.first + column * wx.spacing;
+    const bool inside = place.b + image < batch && y >= 0 && y < high && x >= 0 && x < wide;
+    const int64_t pixel = (place.b + image) * images * high * wide + y * wide + x;
+    table[i] = inside ? pixel * channels : -1;
+  }
+}
+
+// `rows` rows of `width` elements each to shared memory, zeros beyond `valid` and for rows that are not inside:
+// from(row) is the address, or null. kVector: 16 bytes at a time, which everything is aligned to.
+template <typename T, typename From>
+__device__ inline void copy_rows(T* to, int rows, int width, int valid, bool vector, const T* anywhere, From from) {
+  constexpr int kMany = 16 / sizeof(T);
+  if (vector) {
+    const unsigned each = width / kMany;
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < rows * each; i += kThreads) {
+      // Divisions by the usual numbers, which are cheap as constants.
+      const unsigned row = each == 2 ? i / 2 : each == 4 ? i / 4 : each == 18 ? i / 18 : each == 36 ? i / 36 : i / each;
+      const int at = static_cast<int>(i - row * each) * kMany;
+      const T* source = at < valid ? from(static_cast<int>(row)) : nullptr;
+      copy_async<16>(to + row * width + at, source ? source + at : anywhere, source != nullptr);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * width; i += kThreads) {
+    const int row = i / width, at = i - row * width;
+    const T* source = at < valid ? from(row) : nullptr;
+    if constexpr (sizeof(T) == 4) {
+      copy_async<4>(to + i, source ? source + at : anywhere, source != nullptr);
+    } else {
+      T value;
+      narrow(0.0f, &value);
+      if (source) value = source[at];
+      to[i] = value;
+    }
+  }
+}
+
+template <typename T>
+struct Problem {
+  ConvInput<T> input;
+  ConvGrad<T> grad;  // backward only
+  const T* weight;
+  ConvShape shape;
+  int out_high, out_wide;
+  Tiling tiling;
+  int chunk;  // channels that come into shared memory at a time: whole steps
+  bool vector_read, vector_weight, precise;
+};
+
+template <typename T>
+bool aligned(const T* pointer, int64_t row) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && row * static_cast<int64_t>(sizeof(T)) % 16 == 0;
+}
+
+template <typename T>
+bool on_tensor_cores(const ConvShape& shape) {
+  return sizeof(T) <= 4 && !shape.depthwise;
+}
+
+// The stride makes a tile read four times as many pixels.
+inline bool half_tiles(const ConvShape& shape, bool backward) {
+  return !backward && shape.stride == 2 && shape.kernel == 3;
+}
+
+}  // namespace fastmod::cuda

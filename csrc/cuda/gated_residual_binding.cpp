@@ -1,0 +1,47 @@
+// gated_residual on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
+#include "binding.h"
+
+namespace fastmod::cuda::bindings {
+namespace {
+
+GateShape gate_shape(const Tensor& x) {
+  const int64_t n = x.size(-2), d = x.size(-1);
+  return {leading_size(x, 2), n, d, n * d, n};
+}
+
+Tensor gated_residual_forward(const Tensor& x_, const Tensor& fresh_, const Tensor& gate_) {
+  check_gated_residual(x_, fresh_, gate_);
+  const c10::cuda::OptionalCUDAGuard guard(x_.device());
+  const Tensor x = x_.contiguous(), fresh = fresh_.contiguous(), gate = gate_.contiguous(), out = blank_like(x);
+  dispatch(x.scalar_type(), [&](auto* type) {
+    using T = Element<decltype(type)>;
+    C10_CUDA_CHECK(cuda::gated_residual_forward<T>(data<T>(x), data<T>(fresh), data<T>(gate), data<T>(out),
+                                                   gate_shape(x), stream()));
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> gated_residual_backward(const Tensor& grad_, const Tensor& x_,
+                                                           const Tensor& fresh_, const Tensor& gate_) {
+  check_gated_residual(x_, fresh_, gate_);
+  check_like(x_, grad_, "grad");
+  const c10::cuda::OptionalCUDAGuard guard(x_.device());
+  const Tensor grad = grad_.contiguous(), x = x_.contiguous(), fresh = fresh_.contiguous(), gate = gate_.contiguous();
+  const Tensor grad_x = blank_like(x), grad_fresh = blank_like(fresh), grad_gate = blank_like(gate);
+  dispatch(x.scalar_type(), [&](auto* type) {
+    using T = Element<decltype(type)>;
+    C10_CUDA_CHECK(cuda::gated_residual_backward<T>(data<T>(grad), data<T>(x), data<T>(fresh), data<T>(gate),
+                                                    data<T>(grad_x), data<T>(grad_fresh), data<T>(grad_gate), nullptr,
+                                                    Compute<T>(0), gate_shape(x), stream()));
+  });
+  return {grad_x, grad_fresh, grad_gate};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastmod, CUDA, m) {
+  m.impl("gated_residual_forward", gated_residual_forward);
+  m.impl("gated_residual_backward", gated_residual_backward);
+}
+
+}  // namespace fastmod::cuda::bindings

@@ -1,0 +1,58 @@
+// What the bindings of ops on images share: layout, and what launches that add partial results up need.
+#pragma once
+
+#include <ATen/Context.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "binding.h"
+
+namespace fastmod::cuda::bindings {
+
+// As the kernels read images: [..., H, W, C]. Undefined for none.
+inline Tensor inner(const Tensor& images) { return images.movedim(-3, -1).contiguous(); }
+inline Tensor inner(const OptionalTensor& images) {
+  return images && images->defined() ? inner(*images) : Tensor();
+}
+
+// [..., C, H, W] of which the kernels write [..., H, W, C].
+inline Tensor empty_images(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  std::vector<int64_t> in_memory(sizes.begin(), sizes.end());
+  std::rotate(in_memory.end() - 3, in_memory.end() - 2, in_memory.end());
+  return at::empty(in_memory, options).movedim(-1, -3);
+}
+
+inline int small(int64_t size, const char* what) {
+  TORCH_CHECK_VALUE(size <= std::numeric_limits<int>::max(), what, ": expected less than 2^31, got ", size);
+  return static_cast<int>(size);
+}
+
+// Zero before a launch and after it. Launches in one stream follow one another, so that they share what is kept here; a
+// captured graph may run anywhere and gets its own.
+inline Tensor tickets_for(const Tensor& like, int64_t count) {
+  const auto options = like.options().dtype(at::kInt);
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+    return at::zeros({count}, options);
+  }
+  static std::mutex mutex;
+  static auto& kept = *new std::map<std::pair<int64_t, cudaStream_t>, Tensor>;  // outlives the CUDA context
+  const std::lock_guard<std::mutex> lock(mutex);
+  Tensor& own = kept[{like.get_device(), stream()}];
+  if (!own.defined() || own.numel() < count) own = at::zeros({std::max<int64_t>(count, 4096)}, options);
+  return own;
+}
+
+// Memory for one launch.
+struct Workspace {
+  Tensor numbers, tickets;
+  Workspace(const Tensor& like, Scratch sizes)
+      : numbers(at::empty({sizes.numbers}, like.options().dtype(compute_type(like)))),
+        tickets(tickets_for(like, sizes.tickets)) {}
+};
+
+}  // namespace fastmod::cuda::bindings

@@ -1,0 +1,209 @@
+// Tensor cores and asynchronous copies, each PTX instruction as a function; the host harness has its own (mma_host.h).
+//
+// Fragments of a product d += a b, for lane 4 g + t of a warp (g = lane / 4, t = lane % 4), two numbers of 16 bits a
+// word:
+//     d[0], d[1]: row g, columns 2 t and 2 t + 1; d[2], d[3]: row g + 8
+//     tf32, k = 8:     a[0]: row g, k = t; a[1]: row g + 8; a[2], a[3]: the same for k = t + 4; b: of column g
+//     16 bits, k = 16: a[0]: row g, k = 2 t, 2 t + 1; a[1]: row g + 8; a[2], a[3]: k = 2 t + 8, + 9; b: of column g
+// Which number is called k is free as long as a and b agree: kernels deal channels out so that a lane's are neighbours.
+#pragma once
+
+#include "common.cuh"
+
+#if defined(FASTMOD_CUDA_HOST)
+#include "mma_host.h"
+#endif
+
+namespace fastmod::cuda {
+
+#if defined(FASTMOD_CUDA_HOST)
+
+inline uint32_t tf32_bits(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
+}
+
+inline void mma_on_host(cuda_host::Operand kind, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                        int line) {
+  cuda_host::MmaLane lane{kind, {d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+  cuda_host::collective(&lane, cuda_host::run_mma, line);
+  for (int i = 0; i < 4; ++i) d[i] = lane.d[i];
+}
+inline void mma(float*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
+  mma_on_host(cuda_host::Operand::kTf32, d, a, b0, b1, line);
+}
+inline void mma(__half*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
+  mma_on_host(cuda_host::Operand::kHalf, d, a, b0, b1, line);
+}
+inline void mma(__nv_bfloat16*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                int line = __builtin_LINE()) {
+  mma_on_host(cuda_host::Operand::kBfloat16, d, a, b0, b1, line);
+}
+
+inline void ldmatrix_transposed(uint32_t (&result)[4], const void* row, int line = __builtin_LINE()) {
+  cuda_host::MatrixLane lane{};
+  const uint4 read = *static_cast<const uint4*>(row);
+  lane.row[0] = read.x, lane.row[1] = read.y, lane.row[2] = read.z, lane.row[3] = read.w;
+  cuda_host::collective(&lane, cuda_host::run_ldmatrix_transposed, line);
+  for (int i = 0; i < 4; ++i) result[i] = lane.result[i];
+}
+
+template <int kBytes>
+inline void copy_async(void* shared, const void* global, bool inside, int line = __builtin_LINE()) {
+  cuda_host::start_async(shared, global, kBytes, inside ? kBytes : 0, line);
+}
+inline void commit_copies() { cuda_host::commit_async(); }
+template <int kGroups>
+inline void wait_copies() {
+  cuda_host::wait_async(kGroups);
+}
+
+#else
+
+// Rounded to nearest, ties away from zero.
+__device__ inline uint32_t tf32_bits(float value) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return bits;
+#else
+  const uint32_t bits = __float_as_uint(value);
+  return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
+#endif
+}
+
+#if __CUDA_ARCH__ < 800
+// Before sm_80 there is neither tf32 nor bf16: the same product by shuffles, slow and right. Halves is 1 or 2 a word.
+template <int kHalves, typename Widen>
+__device__ inline void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Widen widened) {
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int high = 0; high < 2; ++high) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t top = __shfl_sync(kAllLanes, a[2 * high], 4 * g + j);
+      const uint32_t bottom = __shfl_sync(kAllLanes, a[2 * high + 1], 4 * g + j);
+      const uint32_t left = __shfl_sync(kAllLanes, high ? b1 : b0, 4 * (2 * t) + j);
+      const uint32_t right = __shfl_sync(kAllLanes, high ? b1 : b0, 4 * (2 * t + 1) + j);
+#pragma unroll
+      for (int i = 0; i < kHalves; ++i) {
+        d[0] += widened(top, i) * widened(left, i);
+        d[1] += widened(top, i) * widened(right, i);
+        d[2] += widened(bottom, i) * widened(left, i);
+        d[3] += widened(bottom, i) * widened(right, i);
+      }
+    }
+  }
+}
+#endif
+
+// The first argument says what the words hold.
+__device__ inline void mma(float*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  mma_by_shuffles<1>(d, a, b0, b1, [](uint32_t word, int) { return __uint_as_float(word); });
+#endif
+}
+__device__ inline void mma(__half*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  mma_by_shuffles<2>(d, a, b0, b1, [](uint32_t word, int i) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16 * i)));
+  });
+#endif
+}
+__device__ inline void mma(__nv_bfloat16*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  mma_by_shuffles<2>(d, a, b0, b1, [](uint32_t word, int i) {
+    return __uint_as_float(i ? word & 0xffff0000u : word << 16);
+  });
+#endif
+}
+
+// Four 8x8 matrices of 16 bits: lane i gives the address of row i % 8 of matrix i / 8 and gets of each the numbers
+// (row 2 t, column g) and (row 2 t + 1, column g).
+__device__ inline void ldmatrix_transposed(uint32_t (&result)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+// kBytes (4, 8 or 16) from global to shared memory, zeros unless `inside`; `global` is a valid address either way.
+// There after this thread has waited, for others after a barrier on top.
+template <int kBytes>
+__device__ inline void copy_async(void* shared, const void* global, bool inside) {
+#if __CUDA_ARCH__ >= 800
+  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int size = inside ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(size) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(global), "n"(kBytes), "r"(size)
+                 : "memory");
+  }
+#else
+  auto* words = static_cast<uint32_t*>(shared);
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) words[i] = inside ? static_cast<const uint32_t*>(global)[i] : 0u;
+#endif
+}
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Until at most kGroups groups of this thread's copies are under way.
+template <int kGroups>
+__device__ inline void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+#endif
+}
+
+#endif
+
+__device__ inline uint32_t half_word(float low, float high, __half*) {
+#if defined(FASTMOD_CUDA_HOST)
+  return cuda_host::half_bits(low) | static_cast<uint32_t>(cuda_host::half_bits(high)) << 16;
+#else
+  return __half_as_ushort(__float2half_rn(low)) | static_cast<uint32_t>(__half_as_ushort(__float2half_rn(high))) << 16;
+#endif
+}
+__device__ inline uint32_t half_word(float low, float high, __nv_bfloat16*) {
+#if defined(FASTMOD_CUDA_HOST)
+  return cuda_host::bfloat16_bits(low) | static_cast<uint32_t>(cuda_host::bfloat16_bits(high)) << 16;
+#else
+  return __bfloat16_as_ushort(__float2bfloat16_rn(low)) |
+         static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+#endif
+}
+
+// value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them, without that of the low
+// parts, make one of fp32. What is not finite is a low part alone: it meets the other factor's high part and nothing
+// else, while as a high part it would meet the low part too, which may be zero or of the other sign. Unless `precise`,
+// low is not read.
+__device__ inline void split_tf32(float value, bool precise, uint32_t* high, uint32_t* low) {
+  *high = tf32_bits(value);
+  const float rest = value - __uint_as_float(*high);
+  *low = tf32_bits(rest);
+  if (rest - rest != 0.0f && precise) {
+    *high = 0;
+    *low = __float_as_uint(value);
+  }
+}
+
+}  // namespace fastmod::cuda

@@ -1,0 +1,60 @@
+// multiplex on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
+#include "binding.h"
+
+namespace fastmod::cuda::bindings {
+namespace {
+
+Shape multiplex_shape(const Tensor& blocks, const Tensor& logits) {
+  return {leading_size(blocks, 2), blocks.size(-2), logits.size(-1), blocks.size(-1)};
+}
+
+Tensor multiplex_forward(const Tensor& blocks_, const Tensor& logits_, const OptionalTensor& tau, double tau_value,
+                         const OptionalTensor& seed, int64_t mode) {
+  check_multiplex(blocks_, logits_);
+  const c10::cuda::OptionalCUDAGuard guard(blocks_.device());
+  const RoutingArguments routing(blocks_, tau, tau_value, seed, mode);
+  const Tensor blocks = blocks_.contiguous(), logits = logits_.contiguous();
+  std::vector<int64_t> sizes = blocks.sizes().vec();
+  sizes[sizes.size() - 2] = logits.size(-1);
+  const Tensor out = at::empty(sizes, blocks.options());
+  dispatch(blocks.scalar_type(), [&](auto* type) {
+    using T = Element<decltype(type)>;
+    C10_CUDA_CHECK(cuda::multiplex_forward<T>(data<T>(blocks), data<T>(logits), data<T>(out),
+                                              routing.as<Compute<T>>(), multiplex_shape(blocks, logits), stream()));
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad_, const Tensor& blocks_,
+                                                      const Tensor& logits_, const OptionalTensor& tau,
+                                                      double tau_value, const OptionalTensor& seed, int64_t mode) {
+  check_multiplex(blocks_, logits_);
+  check_like(blocks_, grad_, "grad");
+  const c10::cuda::OptionalCUDAGuard guard(blocks_.device());
+  const RoutingArguments routing(blocks_, tau, tau_value, seed, mode);
+  const Tensor blocks = blocks_.contiguous(), logits = logits_.contiguous(), grad = grad_.contiguous();
+  const Shape shape = multiplex_shape(blocks, logits);
+  const auto wide = blocks.options().dtype(compute_type(blocks));
+  const Tensor grad_blocks = blank_like(blocks), grad_logits = blank_like(logits);
+  const Tensor weights = at::empty(logits.sizes(), wide);
+  const Tensor partials = tau ? at::empty({multiplex_tau_partials(shape)}, wide) : Tensor();
+  dispatch(blocks.scalar_type(), [&](auto* type) {
+    using T = Element<decltype(type)>;
+    using C = Compute<T>;
+    C10_CUDA_CHECK(cuda::multiplex_backward_logits<T>(data<T>(grad), data<T>(blocks), data<T>(logits),
+                                                      data<T>(grad_logits), data<C>(weights), data<C>(partials),
+                                                      routing.as<C>(), nullptr, C(0), shape, stream()));
+    C10_CUDA_CHECK(cuda::multiplex_backward_blocks<T>(data<T>(grad), data<C>(weights), nullptr, data<T>(grad_blocks),
+                                                      shape, stream()));
+  });
+  return {grad_blocks, grad_logits, tau ? partials.sum() : at::zeros({}, wide)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastmod, CUDA, m) {
+  m.impl("multiplex_forward", multiplex_forward);
+  m.impl("multiplex_backward", multiplex_backward);
+}
+
+}  // namespace fastmod::cuda::bindings

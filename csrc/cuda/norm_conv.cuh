@@ -1,0 +1,136 @@
+// What the convolutions on tensor cores (norm_conv.cu) and the plain ones (norm_conv_plain.cu) share.
+#pragma once
+
+#include "reduce.cuh"
+
+namespace fastmod::cuda {
+
+// As T would hold it.
+template <typename T>
+__device__ inline Compute<T> rounded(Compute<T> value) {
+  T held;
+  narrow(value, &held);
+  return widen(held);
+}
+
+// Scale, shift and gate of one channel; ones and zeros where there are none.
+template <typename C>
+struct Affine {
+  C scale = 1, shift = 0;
+  __device__ C operator()(C x, bool relu) const {
+    const C value = scale * x + shift;
+    return relu ? rectified(value) : value;
+  }
+};
+template <typename T>
+__device__ inline Affine<Compute<T>> affine_of(const ConvInput<T>& input, int in, int expert, int channel) {
+  if (!input.scale) return {};
+  const int64_t at = static_cast<int64_t>(input.scale_rows == 1 ? 0 : expert) * in + channel;
+  return {input.scale[at], input.shift[at]};
+}
+template <typename T>
+__device__ inline Compute<T> gate_of(const ConvInput<T>& input, const ConvShape& shape, int64_t b, int expert,
+                                     int channel) {
+  return input.gate ? widen(input.gate[(b * shape.experts + expert) * shape.in + channel]) : Compute<T>(1);
+}
+
+// What is added to the gradient of y for its mean and variance: offset + slope * (y - mean).
+template <typename C>
+struct StatisticsGrad {
+  C offset = 0, slope = 0, mean = 0;
+};
+template <typename T>
+__device__ inline StatisticsGrad<Compute<T>> statistics_grad(const ConvGrad<T>& grad, int64_t channel) {
+  StatisticsGrad<Compute<T>> result;
+  if (grad.grad_mean) result.offset = grad.grad_mean[channel] * grad.per_value;
+  if (grad.grad_var) {
+    result.slope = Compute<T>(2) * grad.grad_var[channel] * grad.per_value;
+    result.mean = grad.mean[channel];
+  }
+  return result;
+}
+
+// Count, mean and sum of squared deviations, joined by the formula of Chan, Golub and LeVeque: no cancellation.
+template <typename C>
+struct Moments {
+  C count = 0, mean = 0, squares = 0;
+  __device__ void join(const Moments& other) {
+    const C total = count + other.count, part = other.count / total, apart = other.mean - mean;
+    squares += other.squares + apart * apart * count * part;
+    mean += apart * part;
+    count = total;
+  }
+  __device__ static Moments read(const C* from) { return {fresh(from), fresh(from + 1), fresh(from + 2)}; }
+  __device__ void write(C* to) const {
+    to[0] = count;
+    to[1] = mean;
+    to[2] = squares;
+  }
+};
+
+
+// The gradients of scale and shift, from the sums that the blocks along x and z have left for channels of a block
+// along y: partials [2, E, blocks along x, in]. A row of them is the business of one expert's blocks; of all blocks
+// where one row serves all experts, and of the blocks along x, each row in turn, where these take all experts
+// (gridDim.z is 1). Threads with the same channel, kColumns apart, share the work by way of `sums` [threads].
+template <int kColumns, typename C>
+__device__ inline void finish_affine(C* partials, C* grad_scale, C* grad_shift, unsigned* tickets,
+                                     const ConvShape& shape, int scale_rows, int channel, C* sums) {
+  const int row = threadIdx.x / kColumns, rows = static_cast<int>(blockDim.x) / kColumns;
+  const int64_t across = gridDim.x, second = shape.experts * across * shape.in;
+  const bool there = channel < shape.in;
+  const bool together = scale_rows == 1 && gridDim.z > 1;  // partials of all experts are one long list
+  const int first_row = gridDim.z == 1 ? 0 : together ? 0 : static_cast<int>(blockIdx.z);
+  const int end_row = gridDim.z == 1 ? scale_rows : first_row + 1;
+  const unsigned blocks = gridDim.x * (together ? gridDim.z : 1);
+  const unsigned own = together ? blockIdx.z * gridDim.x + blockIdx.x : blockIdx.x;
+  unsigned* ticket = tickets + (first_row * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(blocks);
+  reduce_in_order<kGroup>(ticket, own, blocks, [&](unsigned first, unsigned end, unsigned step, bool all) {
+    for (int r = first_row; r < end_row; ++r) {
+      C* part = partials + r * across * shape.in + channel;
+      C of_scale = 0, of_shift = 0;
+#pragma unroll 4
+      for (int64_t block = first + row * static_cast<int64_t>(step); there && block < end; block += rows * step) {
+        of_scale += fresh(part + block * shape.in);
+        of_shift += fresh(part + second + block * shape.in);
+      }
+      of_scale = sum_of_rows<kColumns>(of_scale, sums);
+      of_shift = sum_of_rows<kColumns>(of_shift, sums);
+      if (!there || row > 0) continue;
+      C* to_scale = all ? grad_scale + static_cast<int64_t>(r) * shape.in + channel : part + first * shape.in;
+      C* to_shift = all ? grad_shift + static_cast<int64_t>(r) * shape.in + channel : part + second + first * shape.in;
+      *to_scale = of_scale;
+      *to_shift = of_shift;
+    }
+  });
+}
+// For any arrangement of the experts.
+__host__ __device__ inline int64_t affine_tickets(int64_t blocks, int64_t across, int experts) {
+  return experts * across * reduce_tickets<kGroup>(blocks);
+}
+
+// ---- norm_conv_plain.cu: the same launches, any dtype, no tensor cores
+
+namespace plain {
+
+template <typename T>
+Scratch forward_scratch(const ConvShape& shape);
+template <typename T>
+Scratch backward_x_scratch(const ConvShape& shape);
+template <typename T>
+Scratch backward_weight_scratch(const ConvShape& shape);
+template <typename T>
+cudaError_t forward(const ConvInput<T>& input, const T* weight, const T* bias, T* y, Compute<T>* mean,
+                    Compute<T>* var, Compute<T>* scratch, unsigned* tickets, const ConvShape& shape,
+                    cudaStream_t stream);
+template <typename T>
+cudaError_t backward_x(const ConvGrad<T>& grad, const ConvInput<T>& input, const T* weight, T* grad_x,
+                       Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate, Compute<T>* scratch,
+                       unsigned* tickets, const ConvShape& shape, cudaStream_t stream);
+template <typename T>
+cudaError_t backward_weight(const ConvGrad<T>& grad, const ConvInput<T>& input, T* grad_weight, T* grad_bias,
+                            Compute<T>* scratch, unsigned* tickets, const ConvShape& shape, cudaStream_t stream);
+
+}  // namespace plain
+
+}  // namespace fastmod::cuda

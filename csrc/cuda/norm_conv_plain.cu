@@ -1,0 +1,356 @@
+// norm_conv without tensor cores: depthwise convolutions, whose channels have nothing to share, and fp64.
+//
+// A block takes kChannels neighbouring channels and kPixels pixels of one image; a warp's lanes are channels, which lie
+// side by side in memory.
+#include "norm_conv.cuh"
+
+namespace fastmod::cuda::plain {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kChannels = kWarp;
+constexpr int kRows = kThreads / kChannels;
+constexpr int kPixels = 64;
+constexpr int kEach = kPixels / kRows;  // pixels of a thread
+constexpr int kMaxTaps = 9;
+
+__host__ __device__ inline int tiles_of(int64_t pixels) { return static_cast<int>((pixels + kPixels - 1) / kPixels); }
+inline int channel_tiles(int channels) { return (channels + kChannels - 1) / kChannels; }
+
+// Where a block works: one image, pixels first .. of it, one channel a thread.
+struct Place {
+  int64_t b;
+  int first, channel, row, lane;
+  __device__ Place(int tiles)
+      : b(blockIdx.x / tiles),
+        first(static_cast<int>(blockIdx.x % tiles) * kPixels),
+        channel(static_cast<int>(blockIdx.y) * kChannels + threadIdx.x % kChannels),
+        row(threadIdx.x / kChannels),
+        lane(threadIdx.x % kChannels) {}
+};
+
+template <typename T>
+struct Image {
+  using C = Compute<T>;
+  ConvInput<T> input;
+  ConvShape shape;
+  int64_t b;
+  int expert;
+
+  __device__ const T* at(int pixel) const {
+    const int64_t image = shape.shared ? b : b * shape.experts + expert;
+    return input.x + (image * (static_cast<int64_t>(shape.high) * shape.wide) + pixel) * shape.in;
+  }
+  __device__ C z(int pixel, int channel) const {
+    const C value = affine_of(input, shape.in, expert, channel)(widen(at(pixel)[channel]), input.relu);
+    return rounded<T>(value * gate_of(input, shape, b, expert, channel));
+  }
+};
+
+template <typename T>
+struct Gradient {
+  using C = Compute<T>;
+  ConvGrad<T> grad;
+  ConvShape shape;
+  int expert, pixels;
+
+  __device__ C at(int64_t b, int pixel, int channel, const StatisticsGrad<C>& statistics) const {
+    const int64_t i = ((b * shape.experts + expert) * pixels + pixel) * shape.out + channel;
+    // The offset is not added by itself: a sum over many pixels would meet the same rounding in all of them.
+    C added = statistics.offset;
+    if (grad.grad_var) added += statistics.slope * (widen(grad.y[i]) - statistics.mean);
+    return rounded<T>(widen(grad.grad[i]) + added);
+  }
+  __device__ C at(int64_t b, int pixel, int channel) const {
+    const int64_t statistics = static_cast<int64_t>(expert) * shape.out + channel;
+    return at(b, pixel, channel, statistics_grad(grad, statistics));
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2)
+    forward_kernel(const __grid_constant__ ConvInput<T> input, const T* weight, const T* bias, T* y,
+                   Compute<T>* mean, Compute<T>* var, Compute<T>* partials, unsigned* tickets,
+                   const __grid_constant__ ConvShape shape, int out_high, int out_wide) {
+  using C = Compute<T>;
+  FASTMOD_SHARED(C, sums, kRows * kChannels);
+  const int pixels = out_high * out_wide, tiles = tiles_of(pixels), taps = shape.kernel * shape.kernel;
+  const Place at(tiles);
+  const int expert = blockIdx.z, pad = shape.kernel / 2, depth = shape.depthwise ? 1 : shape.in;
+  const Image<T> image{input, shape, at.b, expert};
+  const bool inside = at.channel < shape.out;
+  const int64_t filter = static_cast<int64_t>(expert) * shape.out + (inside ? at.channel : 0);
+  C values[kEach], total = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int pixel = at.first + at.row + i * kRows;
+    values[i] = 0;
+    if (!inside || pixel >= pixels) continue;
+    const int row = pixel / out_wide * shape.stride - pad, column = pixel % out_wide * shape.stride - pad;
+    C sum = bias ? widen(bias[filter]) : C(0);
+    for (int tap = 0; tap < taps; ++tap) {
+      const int from_row = row + tap / shape.kernel, from_column = column + tap % shape.kernel;
+      if (from_row < 0 || from_row >= shape.high || from_column < 0 || from_column >= shape.wide) continue;
+      const int from = from_row * shape.wide + from_column;
+      for (int k = 0; k < depth; ++k) {
+        sum += image.z(from, shape.depthwise ? at.channel : k) * widen(weight[(filter * depth + k) * taps + tap]);
+      }
+    }
+    T held;
+    narrow(sum, &held);
+    y[((at.b * shape.experts + expert) * pixels + pixel) * shape.out + at.channel] = held;
+    values[i] = widen(held);
+    total += values[i];
+  }
+  if (!mean) return;
+  const int count = pixels - at.first < kPixels ? pixels - at.first : kPixels;
+  const C middle = sum_of_rows<kChannels>(total, sums) / C(count);
+  C squares = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const C apart = values[i] - middle;
+    if (at.row + i * kRows < count) squares += apart * apart;
+  }
+  squares = sum_of_rows<kChannels>(squares, sums);
+  const auto left_by = [&](int64_t block) {
+    return partials + 3 * ((static_cast<int64_t>(expert) * gridDim.x + block) * shape.out + at.channel);
+  };
+  if (inside && at.row == 0) Moments<C>{C(count), middle, squares}.write(left_by(blockIdx.x));
+  unsigned* own = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
+  reduce_in_order<kGroup>(own, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
+    if (at.row > 0 || !inside) return;
+    Moments<C> moments;
+    for (int64_t block = first; block < end; block += step) moments.join(Moments<C>::read(left_by(block)));
+    if (!all) return moments.write(left_by(first));
+    mean[filter] = moments.mean;
+    var[filter] = moments.squares / moments.count;
+  });
+}
+
+// Scratch: sums for scale and shift [2, E, B * tiles, in], then for the gate [E, B * tiles, in]. Blocks along x finish
+// what is theirs alone: a row of scale and shift, or all of them where x is shared or one row serves all experts.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2)
+    backward_x_kernel(const __grid_constant__ ConvGrad<T> gradient, const __grid_constant__ ConvInput<T> input,
+                      const T* weight, T* grad_x, Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate,
+                      Compute<T>* partials, unsigned* tickets, const __grid_constant__ ConvShape shape, int out_high,
+                      int out_wide) {
+  using C = Compute<T>;
+  FASTMOD_SHARED(C, sums, kRows * kChannels);
+  const int pixels = shape.high * shape.wide, tiles = tiles_of(pixels), taps = shape.kernel * shape.kernel;
+  const Place at(tiles);
+  const int pad = shape.kernel / 2, depth = shape.depthwise ? 1 : shape.out;
+  const bool inside = at.channel < shape.in;
+  const int first_expert = shape.shared ? 0 : blockIdx.z, end_expert = shape.shared ? shape.experts : first_expert + 1;
+  const int64_t each = static_cast<int64_t>(gridDim.x) * shape.in, all = shape.experts * each;
+  C found[kEach] = {}, of_scale = 0, of_shift = 0;
+  for (int expert = first_expert; expert < end_expert; ++expert) {
+    const Image<T> image{input, shape, at.b, expert};
+    const Gradient<T> grad{gradient, shape, expert, out_high * out_wide};
+    const Affine<C> affine = affine_of(input, shape.in, expert, inside ? at.channel : 0);
+    const C gate = gate_of(input, shape, at.b, expert, inside ? at.channel : 0);
+    C of_gate = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int pixel = at.first + at.row + i * kRows;
+      if (!inside || pixel >= pixels) continue;
+      C of_z = 0;
+      for (int tap = 0; tap < taps; ++tap) {
+        const int row = pixel / shape.wide + pad - tap / shape.kernel;
+        const int column = pixel % shape.wide + pad - tap % shape.kernel;
+        if (row < 0 || column < 0 || row % shape.stride || column % shape.stride) continue;
+        const int to_row = row / shape.stride, to_column = column / shape.stride;
+        if (to_row >= out_high || to_column >= out_wide) continue;
+        for (int k = 0; k < depth; ++k) {
+          const int channel = shape.depthwise ? at.channel : k;
+          const int64_t filter = static_cast<int64_t>(expert) * shape.out + channel;
+          const int64_t w = shape.depthwise ? filter : filter * shape.in + at.channel;
+          of_z += grad.at(at.b, to_row * out_wide + to_column, channel) * widen(weight[w * taps + tap]);
+        }
+      }
+      const C x = widen(image.at(pixel)[at.channel]), before = affine.scale * x + affine.shift;
+      of_gate += of_z * (input.relu ? rectified(before) : before);
+      const C of_value = input.relu && before <= C(0) ? C(0) : of_z * gate;
+      of_scale += of_value * x;
+      of_shift += of_value;
+      found[i] += of_value * affine.scale;
+    }
+    of_gate = sum_of_rows<kChannels>(of_gate, sums);
+    C* own = partials + static_cast<int64_t>(blockIdx.x) * shape.in + at.channel;
+    if (inside && at.row == 0) own[2 * all + expert * each] = of_gate;
+    if (input.scale_rows == 1 && expert + 1 < end_expert) continue;  // one row for all experts
+    of_scale = sum_of_rows<kChannels>(of_scale, sums);
+    of_shift = sum_of_rows<kChannels>(of_shift, sums);
+    if (inside && at.row == 0) {
+      own += (shape.shared && input.scale_rows == 1 ? 0 : expert) * each;
+      own[0] = of_scale;
+      own[all] = of_shift;
+    }
+    of_scale = of_shift = 0;
+  }
+  const int64_t image = shape.shared ? at.b : at.b * shape.experts + first_expert;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int pixel = at.first + at.row + i * kRows;
+    if (grad_x && inside && pixel < pixels) narrow(found[i], grad_x + (image * pixels + pixel) * shape.in + at.channel);
+  }
+  if (grad_scale) {
+    finish_affine<kChannels>(partials, grad_scale, grad_shift, tickets, shape, input.scale_rows, at.channel, sums);
+  }
+  if (!grad_gate) return;
+  unsigned* own = tickets + affine_tickets(gridDim.x, gridDim.y, shape.experts);
+  if (!last_to_arrive(own + (at.b * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y, tiles)) return;
+  if (!inside || at.row > 0) return;
+  for (int expert = first_expert; expert < end_expert; ++expert) {
+    const C* part = partials + 2 * all + expert * each + at.channel;
+    C of_gate = 0;
+    for (int64_t tile = at.b * tiles; tile < (at.b + 1) * tiles; ++tile) of_gate += fresh(part + tile * shape.in);
+    narrow(of_gate, grad_gate + (at.b * shape.experts + expert) * shape.in + at.channel);
+  }
+}
+
+// Blocks along x share the pixels of all images out; lanes are inputs of one output channel. Scratch: partial weights
+// [blocks, E, out, inputs, taps], then partial biases [blocks, E, out].
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2)
+    backward_weight_kernel(const __grid_constant__ ConvGrad<T> gradient, const __grid_constant__ ConvInput<T> input,
+                           T* grad_weight, T* grad_bias, Compute<T>* partials, unsigned* tickets,
+                           const __grid_constant__ ConvShape shape, int out_high, int out_wide) {
+  using C = Compute<T>;
+  FASTMOD_SHARED(C, sums, kRows * kChannels);
+  const int pixels = out_high * out_wide, taps = shape.kernel * shape.kernel, pad = shape.kernel / 2;
+  const int expert = blockIdx.z, across = (shape.in + kChannels - 1) / kChannels;
+  Place at(1);
+  at.channel = static_cast<int>(blockIdx.y % across) * kChannels + at.lane;
+  const bool inside = at.channel < shape.in;
+  const int channel = shape.depthwise ? (inside ? at.channel : 0) : static_cast<int>(blockIdx.y / across);
+  const int inputs = shape.depthwise ? 1 : shape.in;
+  const Gradient<T> grad{gradient, shape, expert, pixels};
+  const int64_t filter = static_cast<int64_t>(expert) * shape.out + channel;
+  const StatisticsGrad<C> statistics = statistics_grad(gradient, filter);
+  const int64_t all_pixels = shape.batch * pixels, share = (all_pixels + gridDim.x - 1) / gridDim.x;
+  const int64_t first = blockIdx.x * share, last = first + share < all_pixels ? first + share : all_pixels;
+  C found[kMaxTaps] = {}, of_bias = 0;
+  for (int64_t i = first + at.row; inside && i < last; i += kRows) {
+    const int64_t b = quotient(i, pixels);
+    const int pixel = static_cast<int>(i - b * pixels);
+    const int row = pixel / out_wide * shape.stride - pad, column = pixel % out_wide * shape.stride - pad;
+    const Image<T> image{input, shape, b, expert};
+    const C g = grad.at(b, pixel, channel, statistics);
+    of_bias += g;
+#pragma unroll
+    for (int tap = 0; tap < kMaxTaps; ++tap) {
+      if (tap >= taps) break;
+      const int from_row = row + tap / shape.kernel, from_column = column + tap % shape.kernel;
+      if (from_row < 0 || from_row >= shape.high || from_column < 0 || from_column >= shape.wide) continue;
+      found[tap] += g * image.z(from_row * shape.wide + from_column, at.channel);
+    }
+  }
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * inputs * taps;
+  const int64_t own = (filter * inputs + (shape.depthwise ? 0 : at.channel)) * taps;
+  C* biases = partials + gridDim.x * weights;
+  const bool with_bias = grad_bias && inside && (shape.depthwise || at.channel == 0) && at.row == 0;
+#pragma unroll
+  for (int tap = 0; tap < kMaxTaps; ++tap) {
+    if (tap >= taps) break;
+    const C total = sum_of_rows<kChannels>(found[tap], sums);
+    if (inside && at.row == 0) partials[blockIdx.x * weights + own + tap] = total;
+  }
+  of_bias = sum_of_rows<kChannels>(of_bias, sums);
+  if (with_bias) biases[blockIdx.x * filters + filter] = of_bias;
+  unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
+  reduce_in_order<kGroup>(ticket, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
+    if (!inside) return;
+    for (int tap = at.row; tap < taps; tap += kRows) {
+      C total = 0;
+      for (int64_t block = first; block < end; block += step) total += fresh(partials + block * weights + own + tap);
+      if (!all) partials[first * weights + own + tap] = total;
+      else if (grad_weight) narrow(total, grad_weight + own + tap);
+    }
+    if (!with_bias) return;
+    C total = 0;
+    for (int64_t block = first; block < end; block += step) total += fresh(biases + block * filters + filter);
+    if (!all) biases[first * filters + filter] = total;
+    else narrow(total, grad_bias + filter);
+  });
+}
+
+// Enough blocks to fill a GPU, each with enough pixels to be worth its partial result.
+unsigned weight_blocks(const ConvShape& shape) {
+  const int64_t pixels = shape.batch * shape.out_high() * shape.out_wide(), blocks = (pixels + 255) / 256;
+  return static_cast<unsigned>(blocks < 1 ? 1 : blocks > 64 ? 64 : blocks);
+}
+
+dim3 grid_of(const ConvShape& shape, int64_t pixels, int channels, int experts) {
+  const dim3 blocks = blocks_for(shape.batch * tiles_of(pixels), 1);
+  return dim3(blocks.x, static_cast<unsigned>(channel_tiles(channels)), static_cast<unsigned>(experts));
+}
+
+}  // namespace
+
+template <typename T>
+Scratch forward_scratch(const ConvShape& shape) {
+  const int64_t blocks = shape.batch * tiles_of(static_cast<int64_t>(shape.out_high()) * shape.out_wide());
+  return {3 * blocks * shape.experts * shape.out,
+          shape.experts * channel_tiles(shape.out) * reduce_tickets<kGroup>(blocks)};
+}
+template <typename T>
+Scratch backward_x_scratch(const ConvShape& shape) {
+  const int64_t blocks = shape.batch * tiles_of(static_cast<int64_t>(shape.high) * shape.wide);
+  const int across = channel_tiles(shape.in);
+  return {3 * blocks * shape.experts * shape.in,
+          affine_tickets(blocks, across, shape.experts) + shape.batch * shape.experts * across};
+}
+template <typename T>
+Scratch backward_weight_scratch(const ConvShape& shape) {
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, blocks = weight_blocks(shape);
+  const int rows = channel_tiles(shape.in) * (shape.depthwise ? 1 : shape.out);
+  return {blocks * filters * ((shape.depthwise ? 1 : shape.in) * shape.kernel * shape.kernel + 1),
+          shape.experts * rows * reduce_tickets<kGroup>(blocks)};
+}
+
+template <typename T>
+cudaError_t forward(const ConvInput<T>& input, const T* weight, const T* bias, T* y, Compute<T>* mean,
+                    Compute<T>* var, Compute<T>* scratch, unsigned* tickets, const ConvShape& shape,
+                    cudaStream_t stream) {
+  const int high = shape.out_high(), wide = shape.out_wide();
+  const dim3 grid = grid_of(shape, static_cast<int64_t>(high) * wide, shape.out, shape.experts);
+  return FASTMOD_LAUNCH(forward_kernel<T>, grid, kThreads, stream, input, weight, bias, y, mean, var, scratch, tickets,
+                        shape, high, wide);
+}
+
+template <typename T>
+cudaError_t backward_x(const ConvGrad<T>& grad, const ConvInput<T>& input, const T* weight, T* grad_x,
+                       Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate, Compute<T>* scratch,
+                       unsigned* tickets, const ConvShape& shape, cudaStream_t stream) {
+  const dim3 grid = grid_of(shape, static_cast<int64_t>(shape.high) * shape.wide, shape.in,
+                            shape.shared ? 1 : shape.experts);
+  return FASTMOD_LAUNCH(backward_x_kernel<T>, grid, kThreads, stream, grad, input, weight, grad_x, grad_scale,
+                        grad_shift, grad_gate, scratch, tickets, shape, shape.out_high(), shape.out_wide());
+}
+
+template <typename T>
+cudaError_t backward_weight(const ConvGrad<T>& grad, const ConvInput<T>& input, T* grad_weight, T* grad_bias,
+                            Compute<T>* scratch, unsigned* tickets, const ConvShape& shape, cudaStream_t stream) {
+  const int rows = channel_tiles(shape.in) * (shape.depthwise ? 1 : shape.out);
+  const dim3 grid(weight_blocks(shape), static_cast<unsigned>(rows), static_cast<unsigned>(shape.experts));
+  return FASTMOD_LAUNCH(backward_weight_kernel<T>, grid, kThreads, stream, grad, input, grad_weight, grad_bias, scratch,
+                        tickets, shape, shape.out_high(), shape.out_wide());
+}
+
+#define FASTMOD_INSTANTIATE(T)                                                                                        \
+  template Scratch forward_scratch<T>(const ConvShape&);                                                              \
+  template Scratch backward_x_scratch<T>(const ConvShape&);                                                           \
+  template Scratch backward_weight_scratch<T>(const ConvShape&);                                                      \
+  template cudaError_t forward<T>(const ConvInput<T>&, const T*, const T*, T*, Compute<T>*, Compute<T>*, Compute<T>*, \
+                                  unsigned*, const ConvShape&, cudaStream_t);                                         \
+  template cudaError_t backward_x<T>(const ConvGrad<T>&, const ConvInput<T>&, const T*, T*, Compute<T>*, Compute<T>*, \
+                                     T*, Compute<T>*, unsigned*, const ConvShape&, cudaStream_t);                     \
+  template cudaError_t backward_weight<T>(const ConvGrad<T>&, const ConvInput<T>&, T*, T*, Compute<T>*, unsigned*,    \
+                                          const ConvShape&, cudaStream_t);
+FASTMOD_INSTANTIATE(float)
+FASTMOD_INSTANTIATE(double)
+FASTMOD_INSTANTIATE(__half)
+FASTMOD_INSTANTIATE(__nv_bfloat16)
+
+}  // namespace fastmod::cuda::plain

@@ -1,0 +1,408 @@
+// norm_conv: the gradient of the weight on tensor cores, the product of gradients and inputs over all pixels; see
+// norm_conv.cu.
+#include "conv_tiles.cuh"
+
+namespace fastmod::cuda {
+namespace {
+
+constexpr int kShareGroup = 8;  // partial weights are large
+
+// A block takes kOut output and kIn input channels and every gridDim.x-th tile of pixels. Of its warps two share the
+// input channels, and those two pairs the pixels of a tile.
+template <typename T, int kTaps, int kPixels, int kM>
+struct WeightProduct {
+  using Unit = typename Operand<T>::Unit;
+  static constexpr int kChannels = Operand<T>::kChannels, kOut = 16 * kM, kIn = 16;
+  static constexpr bool kWide = sizeof(T) == 4;
+  static constexpr int kDepth = kWide ? 8 : 16;                   // pixels of one instruction
+  static constexpr int kOwn = kPixels / 2, kSteps = kOwn / kDepth;  // of a warp
+  static constexpr int kGroup = kSteps < 2 ? kSteps : 2;  // steps whose gradients stay in registers for all taps
+  // From pixel to pixel, in numbers of `Packed`: off each other's banks.
+  using Packed = std::conditional_t<kWide, uint2, uint16_t>;  // fp32: high and low part
+  static constexpr int kGradPitch = kWide ? kOut + 4 : kOut + 8, kInPitch = kWide ? kIn + 4 : kIn + 8;
+
+  struct Layout {
+    int table, grad, second, input, grads, inputs, end;
+    __host__ __device__ Layout(const Tiling& t, bool both) {
+      const int pixels = t.read();
+      table = 0;
+      grad = (pixels * 8 + 15) / 16 * 16;
+      second = grad + kPixels * kOut * static_cast<int>(sizeof(T));
+      input = second + (both ? second - grad : 0);
+      grads = input + pixels * kIn * static_cast<int>(sizeof(T));
+      inputs = grads + kPixels * kGradPitch * static_cast<int>(sizeof(Packed));
+      end = inputs + pixels * kInPitch * static_cast<int>(sizeof(Packed));
+      const int sums = grad + 2 * kWarp * kTaps * kM * 4 * 4;  // of two warps
+      if (end < sums) end = sums;
+    }
+  };
+
+  const Problem<T>& p;
+  const Window& window;
+  unsigned char* memory;
+  Layout layout;
+  int expert, out0, in0;
+
+  __device__ int64_t* table() const { return reinterpret_cast<int64_t*>(memory + layout.table); }
+
+  __device__ void load(const Place& place) const {
+    const ConvShape& shape = p.shape;
+    const int out_left = shape.out - out0, in_left = shape.in - in0;
+    const auto gradients = [&](const T* images, int offset) {
+      T* to = reinterpret_cast<T*>(memory + offset);
+      copy_rows(to, kPixels, kOut, out_left, p.vector_weight, images, [&](int row) -> const T* {
+        const Pixel pixel(p.tiling, place, row);
+        if (pixel.b >= shape.batch || pixel.y >= p.out_high || pixel.x >= p.out_wide) return nullptr;
+        const int64_t image = pixel.b * shape.experts + expert;
+        return images + ((image * p.out_high + pixel.y) * p.out_wide + pixel.x) * shape.out + out0;
+      });
+    };
+    gradients(p.grad.grad, layout.grad);
+    if (p.grad.grad_var) gradients(p.grad.y, layout.second);
+    const int64_t* entries = table();
+    T* to = reinterpret_cast<T*>(memory + layout.input);
+    const int64_t image = static_cast<int64_t>(shape.high) * shape.wide * shape.in;
+    const T* own = p.input.x + (shape.shared ? 0 : expert * image) + in0;
+    copy_rows(to, p.tiling.read(), kIn, in_left, p.vector_read, p.input.x, [&](int row) -> const T* {
+      const int64_t entry = entries[row];
+      return entry < 0 ? nullptr : own + entry;
+    });
+    commit_copies();
+  }
+
+  __device__ void store(Packed* to, const float (&v)[kChannels]) const {
+    if constexpr (kWide) {
+      uint4 both;
+      split_tf32(v[0], p.precise, &both.x, &both.y);
+      split_tf32(v[1], p.precise, &both.z, &both.w);
+      *reinterpret_cast<uint4*>(to) = both;
+    } else {
+      *reinterpret_cast<uint2*>(to) = Operand<T>::pack(v, false);
+    }
+  }
+
+  // [pixel][out]; adds this thread's share of the bias' gradient up. What is the same for all tiles is read again for
+  // each: registers are short.
+  __device__ void pack_gradients(const Place& place, float (&of_bias)[kChannels]) const {
+    constexpr int kAcross = kOut / kChannels;
+    const int unit = threadIdx.x % kAcross * kChannels;
+    StatisticsGrad<float> statistics[kChannels];
+#pragma unroll
+    for (int j = 0; j < kChannels; ++j) {
+      const int channel = out0 + unit + j;
+      if (channel < p.shape.out) {
+        statistics[j] = statistics_grad(p.grad, static_cast<int64_t>(expert) * p.shape.out + channel);
+      }
+    }
+    const T* grad = reinterpret_cast<const T*>(memory + layout.grad) + unit;
+    const T* second = reinterpret_cast<const T*>(memory + layout.second) + unit;
+    Packed* packed = reinterpret_cast<Packed*>(memory + layout.grads) + unit;
+#pragma unroll 1
+    for (int i = threadIdx.x / kAcross; i < kPixels; i += kThreads / kAcross) {
+      const Pixel pixel(p.tiling, place, i);
+      float v[kChannels] = {};
+      if (pixel.b < p.shape.batch && pixel.y < p.out_high && pixel.x < p.out_wide) {
+        float y[kChannels] = {};
+        Operand<T>::read(grad + i * kOut, v);
+        if (p.grad.grad_var) Operand<T>::read(second + i * kOut, y);
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) {
+          v[j] += statistics[j].offset + statistics[j].slope * (y[j] - statistics[j].mean);
+          of_bias[j] += v[j];
+        }
+      }
+      store(packed + i * kGradPitch, v);
+    }
+  }
+
+  // [pixel][in]
+  __device__ void pack_inputs(const Place& place) const {
+    constexpr int kAcross = kIn / kChannels;
+    const int unit = threadIdx.x % kAcross * kChannels;
+    Affine<float> affine[kChannels];
+#pragma unroll
+    for (int j = 0; j < kChannels; ++j) {
+      const int channel = in0 + unit + j;
+      affine[j].scale = 0.0f;  // zeros stay zeros
+      if (channel < p.shape.in) affine[j] = affine_of(p.input, p.shape.in, expert, channel);
+    }
+    const T* read = reinterpret_cast<const T*>(memory + layout.input) + unit;
+    Packed* packed = reinterpret_cast<Packed*>(memory + layout.inputs) + unit;
+    const int64_t* entries = table();
+#pragma unroll 1
+    for (int i = threadIdx.x / kAcross; i < p.tiling.read(); i += kThreads / kAcross) {
+      float v[kChannels] = {};
+      if (entries[i] >= 0) {
+        Operand<T>::read(read + i * kIn, v);
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) {
+          v[j] = affine[j](v[j], p.input.relu);
+          const int channel = in0 + unit + j;
+          if (p.input.gate && channel < p.shape.in) {
+            const int64_t b = place.b + i / (p.tiling.rows * p.tiling.columns);
+            v[j] *= gate_of(p.input, p.shape, b, expert, channel);
+          }
+        }
+      }
+      store(packed + i * kInPitch, v);
+    }
+  }
+
+  // Where the pixels that result pixel i reads begin.
+  __device__ int start_of(int i) const {
+    const Tiling& t = p.tiling;
+    const int image = i >> (t.log_h + t.log_w), y = i >> t.log_w & ((1 << t.log_h) - 1), x = i & ((1 << t.log_w) - 1);
+    return (image * t.rows + y * window.step) * t.columns + x * window.step;
+  }
+
+  __device__ void multiply(float (&total)[kTaps][kM][4]) const {
+    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, warp = threadIdx.x / kWarp;
+    const int first = warp / 2 * kOwn, columns = p.tiling.columns;
+    const Packed* grads = reinterpret_cast<const Packed*>(memory + layout.grads);
+    const Packed* inputs = reinterpret_cast<const Packed*>(memory + layout.inputs) + warp % 2 * 8;
+#pragma unroll 1
+    for (int begin = first; begin < first + kOwn; begin += kGroup * kDepth) {
+      if constexpr (kWide) {
+        uint32_t high[kGroup][kM][4], low[kGroup][kM][4];
+        int start[kGroup][2];
+#pragma unroll
+        for (int s = 0; s < kGroup; ++s) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) start[s][j] = start_of(begin + s * 8 + j * 4 + t) * kInPitch + g;
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const uint2 both = grads[(begin + s * 8 + j / 2 * 4 + t) * kGradPitch + m * 16 + j % 2 * 8 + g];
+              high[s][m][j] = both.x;
+              low[s][m][j] = both.y;
+            }
+          }
+        }
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+          const int offset = kTaps == 1 ? 0 : (tap / 3 * columns + tap % 3) * kInPitch;
+          float part[kM][4] = {};
+#pragma unroll
+          for (int s = 0; s < kGroup; ++s) {
+            const uint2 b0 = inputs[start[s][0] + offset], b1 = inputs[start[s][1] + offset];
+            T* type = nullptr;
+#pragma unroll
+            for (int m = 0; m < kM; ++m) {
+              if (p.precise) {
+                mma(type, part[m], high[s][m], b0.y, b1.y);
+                mma(type, part[m], low[s][m], b0.x, b1.x);
+              }
+              mma(type, part[m], high[s][m], b0.x, b1.x);
+            }
+          }
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total[tap][m][j] += part[m][j];
+          }
+        }
+      } else {
+        const int matrix = lane / 8;
+        uint32_t a[kGroup][kM][4];
+#pragma unroll
+        for (int s = 0; s < kGroup; ++s) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+            const int pixel = begin + s * 16 + matrix / 2 * 8 + lane % 8;
+            ldmatrix_transposed(a[s][m], grads + pixel * kGradPitch + m * 16 + matrix % 2 * 8);
+          }
+        }
+        const int start = start_of(begin + matrix % (2 * kGroup) * 8 + lane % 8) * kInPitch;
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+          const int offset = kTaps == 1 ? 0 : (tap / 3 * columns + tap % 3) * kInPitch;
+          uint32_t b[4];  // two words a step
+          ldmatrix_transposed(b, inputs + start + offset);
+          float part[kM][4] = {};
+          T* type = nullptr;
+#pragma unroll
+          for (int s = 0; s < kGroup; ++s) {
+#pragma unroll
+            for (int m = 0; m < kM; ++m) mma(type, part[m], a[s][m], b[2 * s], b[2 * s + 1]);
+          }
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total[tap][m][j] += part[m][j];
+          }
+        }
+      }
+    }
+  }
+};
+
+// Blocks: shares of the tiles x (out and in channels) x experts. Scratch: partial weights [shares, E, out, in, taps],
+// then partial biases [shares, E, out].
+template <typename T, int kTaps, int kPixels, int kM>
+__global__ void __launch_bounds__(kThreads, 2)
+    backward_weight_kernel(const __grid_constant__ Problem<T> p, T* grad_weight, T* grad_bias, float* partials,
+                           unsigned* tickets) {
+  using Own = WeightProduct<T, kTaps, kPixels, kM>;
+  constexpr int kChannels = Own::kChannels, kOut = Own::kOut, kIn = Own::kIn;
+  FASTMOD_DYNAMIC_SHARED(memory);
+  const ConvShape& shape = p.shape;
+  const Tiling& t = p.tiling;
+  const int expert = blockIdx.z, across = (shape.in + kIn - 1) / kIn;
+  const int out0 = blockIdx.y / across * kOut, in0 = blockIdx.y % across * kIn;
+  const Window window = window_of(shape.kernel, shape.stride, false, 0);
+  const Own product{p, window, memory, {t, p.grad.grad_var != nullptr}, expert, out0, in0};
+  const int64_t filter0 = static_cast<int64_t>(expert) * shape.out + out0;
+  float total[kTaps][kM][4] = {}, of_bias[kChannels] = {};
+  for (int64_t tile = blockIdx.x; tile < t.tiles; tile += gridDim.x) {
+    const Place place(t, tile);
+    if (tile == blockIdx.x) {
+      fill_table(product.table(), t, place, window, window, shape.batch, shape.high, shape.wide,
+                 shape.shared ? 1 : shape.experts, shape.in);
+      __syncthreads();
+      product.load(place);
+    }
+    wait_copies<0>();
+    __syncthreads();  // this tile has come; the one before is done with
+    product.pack_gradients(place, of_bias);
+    product.pack_inputs(place);
+    __syncthreads();
+    if (tile + gridDim.x < t.tiles) {
+      const Place next(t, tile + gridDim.x);
+      fill_table(product.table(), t, next, window, window, shape.batch, shape.high, shape.wide,
+                 shape.shared ? 1 : shape.experts, shape.in);
+      __syncthreads();
+      product.load(next);
+    }
+    product.multiply(total);
+  }
+  __syncthreads();
+
+  // The two warps with the other half of the pixels hand their sums over.
+  float* sums = reinterpret_cast<float*>(memory + product.layout.grad);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (int i = 0; i < kTaps * kM * 4; ++i) {
+    if (warp >= 2) sums[(i * 2 + warp % 2) * kWarp + lane] = total[i / (4 * kM)][i / 4 % kM][i % 4];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kTaps * kM * 4; ++i) {
+    if (warp < 2) sums[(i * 2 + warp) * kWarp + lane] += total[i / (4 * kM)][i / 4 % kM][i % 4];
+  }
+  __syncthreads();
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * shape.in * kTaps;
+  float* own = partials + blockIdx.x * weights + (filter0 * shape.in + in0) * kTaps;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kOut * kIn * kTaps; i += kThreads) {
+    const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps), in = rest / kTaps, tap = rest % kTaps;
+    if (out0 + out >= shape.out || in0 + in >= shape.in) continue;
+    const int word = tap * kM * 4 + out / 16 * 4 + out % 16 / 8 * 2 + in % 2, from = out % 8 * 4 + in % 8 / 2;
+    own[static_cast<int64_t>(out) * shape.in * kTaps + rest] = sums[(word * 2 + in / 8) * kWarp + from];
+  }
+  __syncthreads();
+  const bool with_bias = grad_bias && in0 == 0;
+  float* biases = partials + gridDim.x * weights;
+  if (with_bias) {
+    constexpr int kAcross = kOut / kChannels;
+#pragma unroll
+    for (int j = 0; j < kChannels; ++j) {
+      sums[threadIdx.x / kAcross * kOut + threadIdx.x % kAcross * kChannels + j] = of_bias[j];
+    }
+    __syncthreads();
+    if (threadIdx.x < kOut && out0 + static_cast<int>(threadIdx.x) < shape.out) {
+      float bias = 0;
+      for (int row = 0; row < kThreads / kAcross; ++row) bias += sums[row * kOut + threadIdx.x];
+      biases[blockIdx.x * filters + filter0 + threadIdx.x] = bias;
+    }
+  }
+  unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kShareGroup>(gridDim.x);
+  const auto reduce = [&](unsigned first, unsigned end, unsigned step, bool all) {
+    for (int i = threadIdx.x; i < kOut * kIn * kTaps; i += kThreads) {
+      const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps);
+      if (out0 + out >= shape.out || in0 + rest / kTaps >= shape.in) continue;
+      const int64_t at = ((filter0 + out) * shape.in + in0) * kTaps + rest;
+      float sum = 0;
+#pragma unroll 4
+      for (int64_t share = first; share < end; share += step) sum += fresh(partials + share * weights + at);
+      if (!all) partials[first * weights + at] = sum;
+      else if (grad_weight) narrow(sum, grad_weight + at);
+    }
+    if (!with_bias || threadIdx.x >= kOut || out0 + static_cast<int>(threadIdx.x) >= shape.out) return;
+    float sum = 0;
+    const float* part = biases + filter0 + threadIdx.x;
+    for (int64_t share = first; share < end; share += step) sum += fresh(part + share * filters);
+    if (!all) biases[first * filters + filter0 + threadIdx.x] = sum;
+    else narrow(sum, grad_bias + filter0 + threadIdx.x);
+  };
+  reduce_in_order<kShareGroup>(ticket, blockIdx.x, gridDim.x, reduce);
+}
+
+Tiling weight_tiling(const ConvShape& shape) {
+  const bool half = half_tiles(shape, false);
+  return tiling_of(shape, false, shape.out_high(), shape.out_wide(), half ? 5 : 6, half ? 162 : 112);
+}
+int weight_blocks(const ConvShape& shape) {
+  return (shape.out <= 16 ? 1 : (shape.out + 31) / 32) * ((shape.in + 15) / 16);
+}
+// Enough blocks to fill a GPU, each with several tiles to one partial result.
+int64_t weight_shares(const ConvShape& shape) {
+  const int64_t tiles = weight_tiling(shape).tiles, blocks = static_cast<int64_t>(weight_blocks(shape)) * shape.experts;
+  const int64_t wanted = (256 + blocks - 1) / blocks, most = (tiles + 1) / 2;
+  return wanted < most ? wanted : most;
+}
+
+}  // namespace
+
+template <typename T>
+Scratch norm_conv_backward_weight_scratch(ConvShape shape) {
+  if (!on_tensor_cores<T>(shape)) return plain::backward_weight_scratch<T>(shape);
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, shares = weight_shares(shape);
+  return {shares * filters * (static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel + 1),
+          shape.experts * weight_blocks(shape) * reduce_tickets<kShareGroup>(shares)};
+}
+
+template <typename T>
+cudaError_t norm_conv_backward_weight(ConvGrad<T> grad, ConvInput<T> input, T* grad_weight, T* grad_bias,
+                                      Compute<T>* scratch, unsigned* tickets, bool allow_tf32, ConvShape shape,
+                                      cudaStream_t stream) {
+  if (shape.batch == 0) return cudaSuccess;
+  if constexpr (sizeof(T) <= 4) {
+    if (on_tensor_cores<T>(shape)) {
+      const Tiling tiling = weight_tiling(shape);
+      const bool vector = aligned(grad.grad, shape.out) && (!grad.grad_var || aligned(grad.y, shape.out));
+      const Problem<T> p{input, grad, nullptr, shape, shape.out_high(), shape.out_wide(), tiling, 0,
+                         aligned(input.x, shape.in), vector, !allow_tf32};
+      const auto run = [&](auto taps, auto pixels, auto tiles_m) {
+        constexpr int kTaps = decltype(taps)::value, kPixels = decltype(pixels)::value, kM = decltype(tiles_m)::value;
+        const typename WeightProduct<T, kTaps, kPixels, kM>::Layout layout(tiling, grad.grad_var != nullptr);
+        if (layout.end > kMaxShared) return cudaErrorInvalidValue;
+        const dim3 grid(static_cast<unsigned>(weight_shares(shape)), static_cast<unsigned>(weight_blocks(shape)),
+                        static_cast<unsigned>(shape.experts));
+        const auto kernel = backward_weight_kernel<T, kTaps, kPixels, kM>;
+        return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, kThreads, static_cast<size_t>(layout.end), stream, p, grad_weight,
+                                      grad_bias, scratch, tickets);
+      };
+      const auto either = [&](auto taps, auto pixels) {
+        return shape.out <= 16 ? run(taps, pixels, std::integral_constant<int, 1>{})
+                               : run(taps, pixels, std::integral_constant<int, 2>{});
+      };
+      using Nine = std::integral_constant<int, 9>;
+      if (shape.kernel == 1) return either(std::integral_constant<int, 1>{}, std::integral_constant<int, 64>{});
+      if (half_tiles(shape, false)) return either(Nine{}, std::integral_constant<int, 32>{});
+      return either(Nine{}, std::integral_constant<int, 64>{});
+    }
+  }
+  return plain::backward_weight<T>(grad, input, grad_weight, grad_bias, scratch, tickets, shape, stream);
+}
+
+#define FASTMOD_INSTANTIATE(T)                                                                                       \
+  template Scratch norm_conv_backward_weight_scratch<T>(ConvShape);                                                  \
+  template cudaError_t norm_conv_backward_weight<T>(ConvGrad<T>, ConvInput<T>, T*, T*, Compute<T>*, unsigned*, bool, \
+                                                    ConvShape, cudaStream_t);
+FASTMOD_INSTANTIATE(float)
+FASTMOD_INSTANTIATE(double)
+FASTMOD_INSTANTIATE(__half)
+FASTMOD_INSTANTIATE(__nv_bfloat16)
+
+}  // namespace fastmod::cuda

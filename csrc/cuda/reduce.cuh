@@ -1,0 +1,68 @@
+// Sums over many blocks in one launch and a fixed order, and what else the kernels of batch norm share.
+#pragma once
+
+#include "common.cuh"
+
+namespace fastmod::cuda {
+
+template <typename C>
+__device__ inline C rectified(C value) {
+  return value <= C(0) ? C(0) : value;  // a NaN stays a NaN
+}
+
+// Written by other blocks while this one ran.
+template <typename C>
+__device__ inline C fresh(const C* address) {
+  return *static_cast<const volatile C*>(address);
+}
+
+// Whether this block is the last of `arrivals` to come here: then all that the others wrote before can be read. Leaves
+// the ticket as it was before the first. All threads call it.
+__device__ inline bool last_to_arrive(unsigned* ticket, unsigned arrivals) {
+  FASTMOD_SHARED(unsigned, place, 1);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    place[0] = atomicAdd(ticket, 1u);
+    if (place[0] + 1 == arrivals) *ticket = 0;  // nobody else comes
+  }
+  __syncthreads();
+  const bool last = place[0] + 1 == arrivals;
+  if (last) __threadfence();
+  return last;
+}
+
+// Sum of all threads with the same column, in a fixed order; all of them get it.
+template <int kColumns, typename C>
+__device__ inline C sum_of_rows(C value, C* sums) {
+  __syncthreads();  // the sums before have been read
+  sums[threadIdx.x] = value;
+  __syncthreads();
+  C total = 0;
+  for (int row = 0; row < static_cast<int>(blockDim.x) / kColumns; ++row) {
+    total += sums[row * kColumns + threadIdx.x % kColumns];
+  }
+  return total;
+}
+
+// Adds up what `blocks` blocks have left, in a fixed order: first the last of every kGroup neighbours what those left,
+// then the last of all what came of that, so that no block reads more than a few. reduce(first, end, step, all):
+// blocks first, first + step, ... before end; unless `all`, the sum is to take the place of what block `first` left.
+template <int kGroup, typename Reduce>
+__device__ inline void reduce_in_order(unsigned* tickets, unsigned own, unsigned blocks, Reduce reduce) {
+  const unsigned groups = (blocks + kGroup - 1) / kGroup, first = own / kGroup * kGroup;
+  const unsigned end = first + kGroup < blocks ? first + kGroup : blocks;
+  if (groups > 1) {
+    if (!last_to_arrive(tickets + 1 + own / kGroup, end - first)) return;
+    reduce(first, end, 1u, false);
+  }
+  if (last_to_arrive(tickets, groups > 1 ? groups : blocks)) reduce(0u, blocks, groups > 1 ? kGroup : 1u, true);
+}
+template <int kGroup>
+__host__ __device__ inline int64_t reduce_tickets(int64_t blocks) {
+  return 1 + (blocks + kGroup - 1) / kGroup;
+}
+constexpr int kGroup = 32;
+
+}  // namespace fastmod::cuda
