@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
 
+def calm(net: PlainIsometricNet) -> PlainIsometricNet:
+    """Blocks that change little: sixteen at their full start amplify rounding so that even eager's two memory layouts
+    differ by more than a race allows."""
+    net.templates["project_norm/weight"].data.mul_(0.2)
+    return net
+
+
 def isometric(
     target: float | None, channels: int, layers: int, templates: int, batch: int, pixels: int, *, train: bool = True
 ) -> Case:
@@ -20,7 +27,7 @@ def isometric(
     steps = partial(
         image_net_steps,
         ours,
-        lambda: PlainIsometricNet(ours()),
+        lambda: calm(PlainIsometricNet(ours())),
         load_plain_isometric,  # type: ignore[arg-type]  # of these two nets
         (batch, 3, pixels, pixels),
         train=train,
@@ -34,7 +41,7 @@ CASES = (
     isometric(2.0, 24, 16, 4, 64, 64),
     isometric(None, 24, 16, 4, 128, 32, train=False),
 )
-SMOKE = (isometric(None, 4, 2, 2, 3, 12),)
+SMOKE = (isometric(None, 4, 2, 2, 9, 16),)  # of fewer images batch norm is too sensitive to compare
 
 
 def test_isometric(benchmark: BenchmarkFixture, case: Case, contender: str) -> None:
