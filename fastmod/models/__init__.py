@@ -7,7 +7,7 @@ from fastmod.models.encoder_decoders import LSTMEncoderDecoder, SequenceTransfor
 from fastmod.models.fnn import FNN, MLP
 from fastmod.models.isometric import IsometricNet
 from fastmod.models.lstm import LSTM
-from fastmod.models.plain_isometric import PlainIsometricNet
+from fastmod.models.plain_isometric import PlainIsometricNet, load_plain_isometric
 from fastmod.models.plain_resmixnet import PlainResMixNet, PlainResNet, PlainVGG
 from fastmod.models.plain_smfr import PlainSMFR
 from fastmod.models.resmixnet import (
@@ -41,6 +41,7 @@ __all__ = [
     "ResNet",
     "SequenceTransformer",
     "load_plain",
+    "load_plain_isometric",
     "resnet26",
     "resnet50",
     "resnet152_bottleneck",

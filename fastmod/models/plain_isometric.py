@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,11 +16,9 @@ from fastmod.nn.mixing import weights_of
 class PlainIsometricNet(nn.Module):
     """The twin of an :class:`fastmod.models.IsometricNet`, with copies of its weights and statistics.
 
-    ``templates.{name}`` [K, ...] holds a tensor of all templates, ``norms.{name}`` what is not mixed, ``state.{name}``
+    ``templates.{name}`` [K, p] holds a tensor of all templates, ``norms.{name}`` what is not mixed, ``state.{name}``
     [L, T, ...] the statistics (names with / for .). Tasks run one after the other.
     """
-
-    logits: nn.Parameter | None
 
     def __init__(self, net: IsometricNet) -> None:
         super().__init__()
@@ -30,8 +30,13 @@ class PlainIsometricNet(nn.Module):
         norm = bank.block.expand_norm
         assert isinstance(norm, nn.BatchNorm2d) and norm.momentum is not None
         self.eps, self.momentum = norm.eps, norm.momentum
-        self.templates = nn.ParameterDict({_key(n): _copy(w) for n, w in bank.split(bank.weight).items()})
-        self.logits = None if body.logits is None else _copy(body.logits)
+        enter, leave = net.input_adapter, net.output_adapter
+        self.enter = _dict(dict(enter.named_parameters(recurse=False)))
+        self.enter_norm = _copied(enter.norm)
+        # Flat, as torch has no channels-last layout for one more dimension.
+        self.shapes = {_key(n): shape for n, shape in bank.shapes.items()}
+        self.templates = _dict({_key(n): w.flatten(1) for n, w in bank.split(bank.weight).items()})
+        self.shares = _dict({} if body.logits is None else {"logits": body.logits})
         self.norms = nn.ParameterDict()
         if body.norm_weight is not None:
             sizes = [torch.Size(shape).numel() for shape in bank.left_out.values()]
@@ -40,14 +45,11 @@ class PlainIsometricNet(nn.Module):
         self.state = nn.Module()
         for n, buffer in body.state.named_buffers():
             self.state.register_buffer(n, buffer.detach().clone())
-        enter, leave = net.input_adapter, net.output_adapter
-        self.enter = nn.ParameterDict({n: _copy(p) for n, p in enter.named_parameters(recurse=False)})
-        self.enter_norm = _copied(enter.norm)
-        self.leave = nn.ParameterDict({n: _copy(p) for n, p in leave.named_parameters(recurse=False)})
+        self.leave = _dict(dict(leave.named_parameters(recurse=False)))
         self.leave_norms = nn.ModuleList(_copied(n) for n in (leave.norm1, leave.norm2) if n is not None)
         self.dropout = nn.Dropout(net.dropout.p)
         self.shared_head, self.classes = net.head.shared, net.head.classes
-        self.head = nn.ParameterDict({n: _copy(p) for n, p in net.head.named_parameters()})
+        self.head = _dict(dict(net.head.named_parameters()))
         self.train(net.training)
 
     def forward(self, x: Tensor, task: int | None = 0) -> Tensor | list[Tensor]:
@@ -71,10 +73,11 @@ class PlainIsometricNet(nn.Module):
             chosen = self.fixed[task]
             found = {n: torch.stack([w[k] for k in chosen]) for n, w in self.templates.items()}
         else:
-            assert self.logits is not None
-            rows = [self.logits[0 if layer in self.shared else task, layer] for layer in range(self.layers)]
+            logits = self.shares["logits"]
+            rows = [logits[0 if layer in self.shared else task, layer] for layer in range(self.layers)]
             xi = weights_of(torch.stack(rows), self.mixing)  # [L, K]
-            found = {n: torch.tensordot(xi, w, 1) for n, w in self.templates.items()}
+            found = {n: xi @ w for n, w in self.templates.items()}
+        found = {n: w.unflatten(1, self.shapes[n]) for n, w in found.items()}
         for n, p in self.norms.items():
             found[n] = p if self.norm == "per_layer" else p[:, task]
         return found
@@ -122,9 +125,38 @@ class PlainIsometricNet(nn.Module):
         return F.batch_norm(x, mean, var, norm.weight[row], norm.bias[row], self.training, norm.momentum, norm.eps)
 
 
+@torch.no_grad()
+def load_plain_isometric(net: IsometricNet, plain: PlainIsometricNet) -> IsometricNet:
+    """Give ``net`` the weights and statistics of a plain twin of its shape; returns it."""
+    body = net.body
+    body.bank.weight.copy_(torch.cat(list(plain.templates.values()), 1))
+    if body.logits is not None:
+        body.logits.copy_(plain.shares["logits"])
+    if body.norm_weight is not None:
+        body.norm_weight.copy_(torch.cat(list(plain.norms.values()), -1))
+    for n, buffer in body.state.named_buffers():
+        buffer.copy_(plain.state.get_buffer(n))
+    parts = ((net.input_adapter, plain.enter), (net.output_adapter, plain.leave), (net.head, plain.head))
+    for ours, theirs in parts:
+        for n, p in ours.named_parameters(recurse=False):
+            p.copy_(theirs[n])
+    norms = [n for n in (net.input_adapter.norm, net.output_adapter.norm1, net.output_adapter.norm2) if n is not None]
+    for norm, other in zip(norms, [plain.enter_norm, *plain.leave_norms], strict=True):
+        norm.load_state_dict(other.state_dict())
+    return net
+
+
 def _copied(norm: TaskNorm) -> TaskNorm:
     found = TaskNorm(norm.weight.shape[1], norm.running_mean.shape[0], norm.own, norm.eps, norm.momentum)
     found.to(norm.weight).load_state_dict(norm.state_dict())
+    return found
+
+
+def _dict(values: Mapping[str, Tensor]) -> nn.ParameterDict:
+    """Copies, in this order, in which ParameterDict would not leave them."""
+    found = nn.ParameterDict()
+    for name, value in values.items():
+        found[name] = _copy(value)
     return found
 
 

@@ -51,7 +51,9 @@ class Compositional(nn.Module):
     [L, T, N]. Buffers of the block, such as the statistics of batch norm, are never mixed: ``state.*`` [L, T, ...].
 
     All weights are mixed by one call. A block with a method ``forward_stacked`` (``IsometricBlock``, He's) runs on
-    fused ops, all tasks in one call; any other through torch.func.functional_call, task after task, said once.
+    fused ops, all tasks in one call; any other through torch.func.functional_call, task after task, said once. Such a
+    block must not call torch.utils.checkpoint inside, which would find NaN for weights when it runs again: put the
+    checkpoint around this module.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Compositional(nn.Module):
         self._trial: tuple[int, Tensor] | None = None  # logits of a task that are being tried
         self._start(self.fixed[0] if self.fixed is not None else sequential(kinds, layers))
         block = self.bank.block
+        if any(isinstance(module, nn.RNNBase) for module in block.modules()):
+            raise TypeError("block_factory: expected no recurrent layers of torch, which keep their weights in a list")
         self.fused = stackable(block)
         if not self.fused and type(block) not in _told:
             _told.add(type(block))

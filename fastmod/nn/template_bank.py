@@ -118,7 +118,7 @@ class TemplateBank(nn.Module):
 
     @property
     def block(self) -> nn.Module:
-        """The block without weights (on the meta device): the code that runs over mixed ones."""
+        """The block without weights: the code that runs over mixed ones."""
         return self._held[0]
 
     @property
@@ -198,10 +198,18 @@ class TemplateBank(nn.Module):
 
 
 def _without_values(block: nn.Module) -> nn.Module:
-    """A copy whose tensors are on the meta device: only its code is run. Tied weights stay tied, as ``.to`` loses."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in block.parameters()}
-    memo |= {id(buffer): buffer.detach().to("meta") for buffer in block.buffers()}
+    """A copy to run over other weights, with a NaN for every number and memory for one; tied weights stay tied.
+
+    Not on the meta device: some CPU kernels would read what lies at address 0 if a weight were forgotten.
+    """
+    memo: dict[int, Any] = {id(p): nn.Parameter(_blank(p), p.requires_grad) for p in block.parameters()}
+    memo |= {id(buffer): _blank(buffer) for buffer in block.buffers()}
     return copy.deepcopy(block, memo)
+
+
+def _blank(values: Tensor) -> Tensor:
+    one = torch.zeros((), dtype=values.dtype, device=values.device)
+    return (one + float("nan") if one.is_floating_point() else one).expand(values.shape)
 
 
 def norm_parameters(block: nn.Module) -> set[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fastmod
@@ -499,6 +500,24 @@ def test_compile(fused: bool, task: int | None) -> None:
         torch.testing.assert_close(p, q[1], rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_checkpoint(fused: bool) -> None:
+    net = make(BLOCKS["se"] if fused else Dense, 3, 2).eval()
+    x = noise(4, 4, 5, 5) if fused else noise(4, 4)
+    expected = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+    again = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(again.square().sum(), list(net.parameters())), expected, strict=True):
+        close(a, b)
+
+
+def test_blocks_without_weights_say_nan() -> None:
+    """What would run over forgotten weights gives NaN, never memory that is not its own."""
+    bank = TemplateBank(Dense, 2)
+    assert all(p.isnan().all() for p in bank.block.parameters())
+    assert bank.block.second.weight is bank.block.first.weight
+    assert all(p.untyped_storage().nbytes() == 4 for p in bank.block.parameters())
+
+
 def test_empty_batch() -> None:
     net = make(Dense, 2, 3)
     net(noise(0, 4)).sum().backward()
@@ -540,6 +559,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dense(share_layers=4), ValueError, "share_layers: expected 0 .. 3 layers, got 4"),
     (lambda: dense(share_layers=[3]), ValueError, "share_layers: expected layers 0 .. 2, got 3"),
     (lambda: Compositional(nn.Linear(2, 2), 2, 2), TypeError, "block_factory: expected a function.*got Linear"),
+    (lambda: Compositional(lambda: nn.LSTM(2, 2), 2, 2), TypeError, "block_factory: expected no recurrent layers"),
     (lambda: Compositional(nn.ReLU, 2, 2), ValueError, "expected blocks with parameters, got ReLU without"),
     (lambda: Compositional(TemplateBank(Dense, 3), 2, 2), ValueError, "templates: expected the bank's 3, got 2"),
     (lambda: TemplateBank(lambda: 3, 2), TypeError, "expected modules, got int as number 0"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastmod
-from fastmod.models import IsometricNet, PlainIsometricNet
+from fastmod.models import IsometricNet, PlainIsometricNet, load_plain_isometric
 from tests.nn.conv_backends import BACKENDS
 
 
@@ -124,14 +124,24 @@ def pairs(net: IsometricNet, plain: PlainIsometricNet, gradients: bool) -> Itera
         return
     bank = net.body.bank
     for n, grad in bank.split(bank.weight.grad).items():
-        yield n, grad, plain.templates[n.replace(".", "/")].grad
+        yield n, grad.flatten(1), plain.templates[n.replace(".", "/")].grad
     if net.body.logits is not None:
-        yield "logits", net.body.logits.grad, plain.logits.grad
+        yield "logits", net.body.logits.grad, plain.shares["logits"].grad
     if net.body.norm_weight is not None:
         flat = torch.cat([p.grad.flatten(-1) for p in plain.norms.values()], -1)
         yield "norm_weight", net.body.norm_weight.grad, flat
     for ours, theirs in ((net.input_adapter, plain.enter), (net.output_adapter, plain.leave), (net.head, plain.head)):
         yield from ((n, p.grad, theirs[n].grad) for n, p in ours.named_parameters(recurse=False))
+
+
+@pytest.mark.parametrize("options", TWINS.values(), ids=list(TWINS))
+def test_load_plain(options: dict[str, Any]) -> None:
+    first = make(**options)
+    first(images(4, first.in_channels, 16, 16))  # statistics move
+    torch.manual_seed(5)
+    second = load_plain_isometric(IsometricNet(**{**SIZES, **options}).double(), PlainIsometricNet(first))
+    for (n, p), q in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+        assert torch.equal(p, q), n
 
 
 @pytest.mark.parametrize("name", ["two tasks", "classes differ", "patches"])
