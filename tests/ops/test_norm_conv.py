@@ -99,11 +99,9 @@ def function(case: Case) -> Callable[..., tuple[Tensor, ...]]:
     return call
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_matches_fp64(backend: Backend, case: Case, request: pytest.FixtureRequest) -> None:
-    if backend.name.startswith("native-") and case.outputs == 70:
-        reason = "the CPU's 3x3 gradient of x by Winograd's way is off by five times as much as plain PyTorch's"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_matches_fp64(case: Case) -> None:
     assert_agrees(function(case), lambda: draw(case))
 
 

@@ -71,11 +71,9 @@ def function(case: Case) -> Callable[..., Tensor]:
     return call
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_matches_fp64(backend: Backend, case: Case, request: pytest.FixtureRequest) -> None:
-    if backend.name == "native-baseline" and case.shape[-1] == 23:
-        reason = "the CPU kernel adds up the gradient of a gate in few lanes, plain PyTorch pairwise"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_matches_fp64(case: Case) -> None:
     assert_agrees(function(case), lambda: draw(case))
 
 
