@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEVICE ?= cpu
 ARCHS ?= 8.0 9.0 12.0
 CUDA_VENV ?= .venv-cuda
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
@@ -14,6 +15,9 @@ run: $(VENV)/.built
 	$(BIN)/fastmod doctor
 	$(BIN)/fastmod live
 
+# `make test DEVICE=cuda`: the tests of the ops on a GPU as well, cuBLAS being told to be deterministic.
+test: export FASTMOD_TEST_DEVICE = $(DEVICE)
+test: export CUBLAS_WORKSPACE_CONFIG = :4096:8
 test: $(VENV)/.built check
 	$(BIN)/python -m pytest -n 2 tests
 

@@ -86,6 +86,27 @@ def _masked_conv2d(t: Sequence[Tensor]) -> Sequence[Tensor]:
     return [ops.masked_conv2d(x, weight, logits, 3, bias=bias, bias_logits=bias_logits, seed=7, **geometry)]
 
 
+def _norm_conv(
+    label: str, x: tuple[int, ...], weight: tuple[int, ...], affine: tuple[int, ...] | None, **how: Any
+) -> Sample:
+    """Tensors: x, weight, scale and shift if ``affine``, and with stride 2 channel_gate and bias."""
+    shapes = [x, weight, *([affine, affine] if affine else [])]
+    full = how.get("stride") == 2
+    shapes += [(x[0], weight[0], x[-3]), weight[:2]] if full else []
+
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        scale, shift = t[2:4] if affine else (None, None)
+        channel_gate, bias = t[-2:] if full else (None, None)
+        found = ops.norm_conv(t[0], t[1], scale=scale, shift=shift, channel_gate=channel_gate, bias=bias, **how)
+        return [each for each in found if each is not None]
+
+    return Sample("norm_conv", label, tuple(shapes), call)
+
+
+def _batch_affine(t: Sequence[Tensor]) -> Sequence[Tensor]:
+    return list(ops.batch_affine(t[0], t[1].square() + 0.5, *t[2:], count=7, training=True))
+
+
 SAMPLES: tuple[Sample, ...] = (
     _smfr("softmax", (3, 2, 2), 3, 4, "softmax"),
     _smfr("gumbel", (2, 3), 3, 4, "gumbel"),
@@ -133,5 +154,22 @@ SAMPLES: tuple[Sample, ...] = (
     ),
     Sample(
         "masked_conv2d", "groups, masked bias", ((3, 4, 5, 7), (6, 2, 3, 3), (6, 2, 3, 3), (6,), (6,)), _masked_conv2d
+    ),
+    _norm_conv("gates, stride 2", (2, 3, 5, 4, 3), (3, 4, 5, 3, 3), (3, 5), relu=True, stride=2),
+    _norm_conv("shared, depthwise", (2, 5, 3, 4), (2, 5, 1, 3, 3), (5,), depthwise=True),
+    _norm_conv("1x1, no statistics", (3, 2, 3, 1, 5), (2, 7, 3, 1, 1), None, stats=False),
+    Sample("batch_affine", "odd", ((3, 5), (3, 5), (3, 5), (3, 5)), _batch_affine),
+    Sample("batch_affine", "no parameters", ((7,), (7,)), _batch_affine),
+    Sample(
+        "norm_sum",
+        "mixture, shared residual",
+        ((2, 3, 5, 3, 4), (3, 5), (3, 5), (2, 5, 3, 4), (3, 5), (3, 5), (2, 3)),
+        lambda t: [ops.norm_sum(*t[:6], gate=t[6])],
+    ),
+    Sample(
+        "norm_sum",
+        "no residual, linear",
+        ((3, 1, 7, 1, 5), (1, 7), (1, 7)),
+        lambda t: [ops.norm_sum(t[0], t[1], t[2], relu=False)],
     ),
 )

@@ -7,12 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import fastmod
-from tests.agreement import isas
+from tests.helpers import backends, interpreter_process
 
-settings.register_profile("fastmod", deadline=None, max_examples=60, derandomize=True, print_blob=True)
+settings.register_profile(
+    "fastmod",
+    deadline=None,
+    max_examples=5 if backends.INTERPRETED else 60,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # a backend stays chosen for all examples
+)
 settings.load_profile("fastmod")
 
 # A shell starts what runs in its background with Ctrl-C ignored, and so would every process that the tests start.
@@ -25,7 +32,29 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=isas())
+@pytest.fixture(params=backends.parameters())
+def backend(request: pytest.FixtureRequest) -> Iterator[backends.Backend]:
+    """Each backend in turn serves the ops of the test: native at every instruction set, Triton interpreted, CUDA C++ on
+    the host, and a GPU with `make test DEVICE=cuda`. Plain PyTorch is what they are compared with."""
+    reason = backends.missing(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    if request.param is backends.TRITON and not backends.INTERPRETED:  # chosen where the test runs: see below
+        yield request.param
+        return
+    with backends.chosen(request.param):
+        yield request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not interpreter_process.needed(pyfuncitem):
+        return None
+    interpreter_process.run(pyfuncitem)
+    return True
+
+
+@pytest.fixture(params=backends.isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set in turn."""
     module = fastmod._extension.MODULE
@@ -37,37 +66,30 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def filled_memory() -> Iterator[None]:
     """torch.empty filled with NaN, so that a value never written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with backends.filled_memory():
+        yield
 
 
 #: Slow tests of ops, Triton and CUDA; all others have the mark where they are written.
 SLOW = {
-    "test_cuda_compile.py::test_compiles_without_spills",
-    "test_cuda_host.py::test_thread_sanitizer",
-    "test_gated_residual.py::test_compile_fullgraph_and_autocast",
-    "test_masked_conv2d.py::test_compile_fullgraph",
-    "test_masked_conv2d.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "test_masked_linear.py::test_compile_fullgraph",
-    "test_masked_linear.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "test_masked_linear.py::test_needs_of_what_is_not_there",
-    "test_masked_linear.py::test_no_outputs",
-    "test_masked_linear.py::test_peak_memory",
-    "test_mfnnr.py::test_any_shape_and_layout",
-    "test_mfnnr.py::test_compile_fullgraph_dynamic",
-    "test_sample_mask.py::test_compile_fullgraph",
-    "test_sample_mask.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "test_smfr.py::test_opcheck",
-    "test_triton_compile.py::test_fused",
-    "test_triton_compile.py::test_pointwise",
-    "test_triton_compile.py::test_pointwise_fp64",
-    "test_triton_gated_residual.py::test_in_the_interpreter",
-    "test_triton_masked_linear.py::test_in_the_interpreter",
-    "test_triton_masks.py::test_in_the_interpreter",
-    "test_triton_mfnnr.py::test_in_the_interpreter",
-    "test_triton_multiplex.py::test_in_the_interpreter",
-    "test_triton_range_penalty.py::test_in_the_interpreter",
+    "gpu/test_cuda_compile.py::test_compiles_without_spills",
+    "gpu/test_cuda_host.py::test_thread_sanitizer",
+    "ops/test_gated_residual.py::test_compile_fullgraph_and_autocast",
+    "ops/test_masked_conv2d.py::test_compile_fullgraph",
+    "ops/test_masked_conv2d.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "ops/test_masked_linear.py::test_compile_fullgraph",
+    "ops/test_masked_linear.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "ops/test_masked_linear.py::test_needs_of_what_is_not_there",
+    "ops/test_masked_linear.py::test_no_outputs",
+    "ops/test_masked_linear.py::test_peak_memory",
+    "ops/test_mfnnr.py::test_any_shape_and_layout",
+    "ops/test_mfnnr.py::test_compile_fullgraph_dynamic",
+    "ops/test_sample_mask.py::test_compile_fullgraph",
+    "ops/test_sample_mask.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
+    "ops/test_smfr.py::test_opcheck",
+    "gpu/test_triton_compile.py::test_fused",
+    "gpu/test_triton_compile.py::test_pointwise",
+    "gpu/test_triton_compile.py::test_pointwise_fp64",
 }
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/Functions.h>
+#include <ATen/ops/empty_strided_cpu_dispatch.h>
 
 #include "cpu/host.h"
 
@@ -13,12 +14,18 @@ inline at::Tensor channels_last(const at::Tensor& images) {
 }
 
 // [..., C, H, W] of which the kernels write [..., H, W, C]; `like` gives the dtype of the sums.
+// Not a permuted view of one: autograd forbids to write in place into a view that an op of ours returns.
 inline at::Tensor empty_images(at::IntArrayRef sizes, const at::Tensor& like) {
-  std::vector<int64_t> inner(sizes.begin(), sizes.end());
-  const int64_t channels = inner[inner.size() - 3];
-  inner.erase(inner.end() - 3);
-  inner.push_back(channels);
-  return empty_wide(inner, like).movedim(-1, -3);
+  const auto rank = static_cast<int64_t>(sizes.size());
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  const auto place = [&](int64_t dim) {
+    strides[dim] = step;
+    step *= std::max<int64_t>(sizes[dim], 1);
+  };
+  for (const int64_t dim : {rank - 3, rank - 1, rank - 2}) place(dim);
+  for (int64_t dim = rank - 4; dim >= 0; --dim) place(dim);
+  return at::cpu::empty_strided(sizes, strides, like.options().dtype(compute_type(like)));
 }
 
 // out[i] = sum over `count` rows of parts [count, size], in order whatever the number of threads.

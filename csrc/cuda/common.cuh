@@ -1,5 +1,5 @@
 // What every kernel file shares: dtypes, noise, block sums. Free of torch headers: a file compiles in seconds, and the
-// same source is compiled by g++ for the host harness in tests/cuda_host (FASTMOD_CUDA_HOST).
+// same source is compiled by g++ for the host harness in tests/helpers/cuda_host (FASTMOD_CUDA_HOST).
 #pragma once
 
 #include "launch.h"

@@ -15,6 +15,25 @@ from fastmod import noise
 from fastmod.ops.sample_mask import WORDS, words_off
 
 
+def norm_conv(x: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
+    """Experts in a loop, as they are written: batch norm, ReLU, convolution."""
+    parts = []
+    for image, kernel in zip(x.unbind(1), weight, strict=True):
+        z = F.relu(F.batch_norm(image, None, None, training=True))
+        parts.append(F.conv2d(z, kernel, None, stride, kernel.shape[-1] // 2))
+    return torch.stack(parts, 1)
+
+
+def norm_sum(x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
+    total = F.relu(x * scale[..., None, None] + shift[..., None, None] + residual)
+    return (total * gate[..., None, None, None]).sum(1)
+
+
+def batch_affine(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight * torch.rsqrt(var + 1e-5)
+    return scale, bias - mean * scale
+
+
 def multiplex(blocks: Tensor, logits: Tensor) -> Tensor:
     return logits.softmax(-2).transpose(-1, -2) @ blocks
 

@@ -12,9 +12,11 @@ from fastmod.bench.record import Record
 
 FOLDER, PAGE = Path("docs", "speed"), Path("docs", "speed.md")
 _COLUMNS = {
-    "case": "op and sizes: B batch, M and N blocks in and out, D block size, S samples of a mask, w width, d depth",
+    "case": "op and sizes: B batch, M and N blocks in and out, D block size, S samples of a mask, w width, d depth, "
+    "E experts, px pixels",
     "eager, compile, fastmod": "median milliseconds of a step, forward + backward, in plain PyTorch, the same under "
-    "`torch.compile`, and fastmod; the contenders take turns, and their results are checked equal first",
+    "`torch.compile`, and fastmod; the contenders take turns, and their results are checked equal first; nets on "
+    "images run in both memory layouts, and the better one counts",
     "ratio": "the better of eager and compile over fastmod: above 1 fastmod is faster; without a figure of compile, "
     "eager over fastmod",
     "~": f"noisy: somebody's upper quartile is more than {NOISY:g} times the lower one; the figure is worth little",

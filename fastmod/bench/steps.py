@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from fastmod.bench import baselines
 
 #: Runs forward and backward and returns ``[outputs..., gradients...]``.
 Step = Callable[[], list[Tensor]]
+#: Of a baseline's name: images and weights of convolutions in channels-last memory.
+LAST = "-last"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Case:
     steps: Callable[..., Mapping[str, Step]]  # compiled: bool -> contender -> step
     compiles: bool = True  # whether torch.compile is a contender
     per_call: int = 1  # how many steps one call of a step holds; times are those of one
+    layouts: bool = False  # whether the baselines also run with images in channels-last memory
 
     @property
     def name(self) -> str:
@@ -43,7 +47,8 @@ class Case:
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        return ("eager", "compile", "fastmod") if self.compiles else ("eager", "fastmod")
+        plain = ("eager", "compile") if self.compiles else ("eager",)
+        return (*plain, *(name + LAST for name in plain if self.layouts), "fastmod")
 
 
 def backward_step(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Step:
@@ -58,11 +63,16 @@ def backward_step(forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tens
 
 
 def op_steps(
-    ours: Callable[..., Tensor], theirs: Callable[..., Tensor], shapes: Sequence[tuple[int, ...]], *, compiled: bool
+    ours: Callable[..., Tensor],
+    theirs: Callable[..., Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    compiled: bool,
+    layout: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> dict[str, Step]:
-    """Steps of a function of tensors of these shapes."""
+    """Steps of a function of tensors of these shapes, in the memory layout that ``layout`` gives them."""
     torch.manual_seed(0)
-    values = [torch.randn(shape) for shape in shapes]
+    values = [layout(torch.randn(shape)) for shape in shapes]
     grad = torch.randn_like(theirs(*values))
 
     def step(function: Callable[..., Tensor]) -> Step:
@@ -139,3 +149,59 @@ def module_steps(
         other = plain()
         steps["compile"] = step(torch.compile(other), other)
     return {**steps, "fastmod": step(ours, ours)}
+
+
+def channels_last(value: Tensor) -> Tensor:
+    """Images ``[..., C, H, W]`` with their channels innermost in memory; others as they are."""
+    return value.movedim(-3, -1).contiguous().movedim(-1, -3) if value.dim() >= 4 else value
+
+
+def image_net_steps(
+    ours: Callable[[], nn.Module],
+    twin: Callable[[], nn.Module],
+    load: Callable[[nn.Module, nn.Module], nn.Module],
+    batch: tuple[int, ...],
+    *,
+    train: bool = True,
+    compiled: bool,
+) -> dict[str, Step]:
+    """Steps of a classifier of images and of its plain twin, in both memory layouts: a training step, forward, loss and
+    backward, or inference. Compared are the scores, and the gradients of the first and the last parameter."""
+    torch.manual_seed(0)
+    plain = twin()
+    mine = load(ours(), plain)
+    x = torch.randn(batch)
+    with torch.no_grad():
+        classes = copy.deepcopy(plain).eval()(x[:1]).shape[-1]
+    labels = torch.randint(classes, batch[:1])
+
+    def step(run: Callable[..., Tensor], module: nn.Module, images: Tensor) -> Step:
+        module.train(train)
+        parameters = list(module.parameters())
+
+        def training() -> list[Tensor]:
+            for parameter in parameters:
+                parameter.grad = None
+            scores = run(images)
+            nn.functional.cross_entropy(scores, labels).backward()
+            ends = [parameter.grad for parameter in (parameters[0], parameters[-1])]
+            return [scores, *[grad.flatten() for grad in ends if grad is not None]]
+
+        @torch.inference_mode()
+        def inference() -> list[Tensor]:
+            return [run(images)]
+
+        return training if train else inference
+
+    def copies(name: str, compiled: bool) -> dict[str, Step]:
+        made = {}
+        for suffix, memory in (("", torch.contiguous_format), (LAST, torch.channels_last)):
+            module = copy.deepcopy(plain).to(memory_format=memory)  # type: ignore[call-overload]  # torch knows it
+            run = torch.compile(module) if compiled else module
+            made[name + suffix] = step(run, module, x.contiguous(memory_format=memory))
+        return made
+
+    steps = copies("eager", False)
+    if compiled:
+        steps |= copies("compile", True)
+    return {**steps, "fastmod": step(mine, mine, x)}

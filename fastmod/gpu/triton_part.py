@@ -20,7 +20,10 @@ _PRODUCTS = re.compile(r"\b(?:wg)?mma\.|\btcgen05\.mma")  # what PTX calls the i
 _ALIGNED = [["tt.divisibility", 16]]  # as the memory of every torch tensor is
 
 
-def source(spec: Specialisation) -> ASTSource:
+def source(spec: Specialisation, target: Target | None = None) -> ASTSource:
+    """Of one target; of NVIDIA's unless it is told."""
+    if target is not None and not target.nvidia:
+        spec = spec._replace(values={**spec.values, **spec.on_amd})
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -47,7 +50,7 @@ def source(spec: Specialisation) -> ASTSource:
 def key(spec: Specialisation, target: Target) -> str:
     """Changes with the kernel and all that it calls, its constants, the compiler and the target."""
     versions = [triton.__version__, tools.ptxas(target)[1] if target.nvidia else ""]
-    parts = [source(spec).hash(), sorted(spec.options.items()), target, versions]
+    parts = [source(spec, target).hash(), sorted(spec.options.items()), target, versions]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -55,7 +58,7 @@ def compiled(spec: Specialisation, target: Target, *, disassemble: bool = True) 
     """Triton's compiled kernel, whose ``asm`` holds every stage, and what it needs; tensor core instructions of NVIDIA
     count as 0 without ``disassemble``."""
     kernel = triton.compile(
-        source(spec), target=GPUTarget(target.backend, target.arch, target.warp), options=dict(spec.options)
+        source(spec, target), target=GPUTarget(target.backend, target.arch, target.warp), options=dict(spec.options)
     )
     if not target.nvidia:
         return kernel, resources.of_hsaco(kernel.asm["amdgcn"], kernel.metadata.shared)
@@ -67,9 +70,9 @@ def compiled(spec: Specialisation, target: Target, *, disassemble: bool = True) 
         return kernel, resources.of_triton_cubin(Path(file.name), kernel.metadata.shared, disassemble=disassemble)
 
 
-def told(spec: Specialisation) -> tuple[dict[str, Any], dict[str, Any]]:
+def told(spec: Specialisation, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
     """Signature and constants of a specialisation, as JSON can hold them."""
-    each = source(spec)
+    each = source(spec, target)
     signature = {name: list(t) if isinstance(t, tuple) else t for name, t in each.signature.items() if t != "constexpr"}
     constants = {spec.kernel.params[path[0]].name: _plain(value) for path, value in each.constants.items()}
     return signature, constants

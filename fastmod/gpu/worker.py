@@ -76,7 +76,7 @@ def _triton(job: Job, folder: Path) -> manifest.Kernel:
     kernel, needs = triton_part.compiled(spec, target)
     path = folder / job.file
     path.write_bytes(kernel.asm[target.suffix])
-    signature, constants = triton_part.told(spec)
+    signature, constants = triton_part.told(spec, target)
     return manifest.Kernel(
         job.name, job.source, job.target, kernel.metadata.name, signature, constants, dict(spec.options),
         **asdict(needs), file=job.file, sha256=manifest.sha256(path) or "", key=key(job),

@@ -81,9 +81,9 @@ class ExpertNorm(nn.Module):
 
     def _by_running_statistics(self) -> Affine:
         pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        if pure or torch.is_grad_enabled() or self.weight.is_inference():
-            return self._batch_affine(None, None, 0)
         tensors = (self.weight, self.bias, self.running_mean, self.running_var)
+        if pure or torch.is_grad_enabled() or any(t.is_inference() for t in tensors):
+            return self._batch_affine(None, None, 0)
         known = self._known
         if known is None or any(
             a is not b or a._version != version or a.data_ptr() != place

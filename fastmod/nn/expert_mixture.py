@@ -40,5 +40,5 @@ class ExpertMixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The gater's first convolution could join the experts' in one call. Its output would have to be cut off again,
-        # and the cut costs the backward a pass over all of it: more than reading x, the smaller one, a second time.
+        # which costs the backward a pass over all E + 1 outputs: no less than to read x, as large as one, once more.
         return self.experts(x, self.gate(x))

@@ -15,8 +15,15 @@ from fastmod.ops import _checks
 
 
 def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """``[..., C, H, W]`` with the channels innermost in memory."""
-    return like.new_empty((*shape[:-3], *shape[-2:], shape[-3])).movedim(-1, -3)
+    """``[..., C, H, W]`` with the channels innermost in memory.
+
+    Not a permuted view of another tensor: autograd forbids to write in place into a view that an op of ours returns.
+    """
+    strides, step = [0] * len(shape), 1
+    for dim in (-3, -1, -2, *range(-4, -len(shape) - 1, -1)):
+        strides[dim] = step
+        step = step * (shape[dim] if isinstance(shape[dim], torch.SymInt) else max(shape[dim], 1))
+    return like.new_empty_strided(tuple(shape), tuple(strides))
 
 
 def per_channel(value: Tensor) -> Tensor:

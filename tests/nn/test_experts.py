@@ -29,6 +29,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Images of a few pixels: a second thread would only be waited for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class NamedAsInTorchvision(nn.Module):
     """A basic block by other names, its shortcut in a Sequential."""
 
@@ -344,6 +353,7 @@ def test_a_frozen_norm_in_training(backend: str) -> None:
 
 
 def test_deterministic(backend: str) -> None:
+    torch.set_num_threads(2)
     mixture = ExpertMixture(3, 4, 2, 1)
     x = torch.randn(4, 3, 9, 7)
 
@@ -375,6 +385,14 @@ def test_survives(backend: str) -> None:
     assert other(x).shape == (6, 4, 5, 4)
     strided = torch.randn(6, 3, 7, 18).transpose(2, 3)[:, :, ::2]
     torch.testing.assert_close(mixture(strided), mixture(strided.contiguous()))
+
+
+def test_the_output_may_be_written_in_place(backend: str) -> None:
+    mixture = ExpertMixture(3, 4, 2, 1).double()
+    x = images(2, 3, 5, 5)
+    expected = torch.autograd.grad((mixture(x) * 2 + 1).square().sum(), list(mixture.parameters()))
+    found = torch.autograd.grad(mixture(x).mul_(2).add_(1).square().sum(), list(mixture.parameters()))
+    torch.testing.assert_close(found, expected)
 
 
 def test_empty_batch(backend: str) -> None:

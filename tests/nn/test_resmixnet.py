@@ -23,6 +23,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Images of a few pixels: a second thread would only be waited for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 #: Tables 1 to 3 print them in thousands and millions.
 COUNTS: list[tuple[Callable[[], nn.Module], int]] = [
     (lambda: ResMixNet(2, 2), 273750),

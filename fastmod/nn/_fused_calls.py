@@ -1,0 +1,61 @@
+"""What the forward of a fused model calls: an ordinary Conv2d and BatchNorm2d, run as experts with E = 1."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmod.nn._pending import Pending, convolve, finish, moved_by, values_per_channel
+from fastmod.ops.batch_affine import batch_affine
+from fastmod.ops.norm_conv import NormConvOutput
+
+
+def normalise(x: Tensor | Pending, conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: bool) -> Pending:
+    """``relu(norm(conv(x)))``, applied by whoever reads it; with the modes and statistics of ``nn.BatchNorm2d``."""
+    moves = norm.training and norm.track_running_stats
+    if moves and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    running = (norm.running_mean, norm.running_var) if moves or not norm.training else (None, None)
+    of_batch = norm.training or running[0] is None
+    found = _convolve(x, conv, of_batch)
+    scale, shift = batch_affine(
+        found.mean,
+        found.var,
+        *(_stacked(t) for t in (norm.weight, norm.bias, *running)),
+        count=values_per_channel(found.y, of_batch),
+        training=of_batch,
+        momentum=moved_by(norm.momentum, norm.num_batches_tracked) if moves else 0.0,
+        eps=norm.eps,
+    )
+    return Pending(found.y, scale, shift, relu)
+
+
+def read(x: Pending, conv: nn.Conv2d) -> Tensor:
+    """``conv(x)`` ``[B, C, H, W]``, where no batch norm follows."""
+    return _convolve(x, conv, stats=False).y.squeeze(1)
+
+
+def write(x: Pending) -> Tensor:
+    """What is pending, as ``[B, C, H, W]`` for readers that do not apply it themselves."""
+    return finish(x, relu=x.relu).squeeze(1)
+
+
+def add(x: Pending, other: Tensor | Pending, relu: bool) -> Tensor:
+    """``relu(x + other)`` ``[B, C, H, W]``; a sum that broadcasts or promotes is left to torch."""
+    added = other.images.squeeze(1) if isinstance(other, Pending) else other
+    images = x.images.squeeze(1)
+    if isinstance(added, Tensor) and added.shape == images.shape and added.dtype == images.dtype:
+        return finish(x, other, relu=relu).squeeze(1)
+    total = write(x) + (write(other) if isinstance(other, Pending) else other)
+    return F.relu(total) if relu else total
+
+
+def _convolve(x: Tensor | Pending, conv: nn.Conv2d, stats: bool) -> NormConvOutput:
+    depthwise = conv.groups > 1
+    weight, bias = conv.weight.unsqueeze(0), _stacked(conv.bias)
+    return convolve(x, weight, bias, stride=conv.stride[0], depthwise=depthwise, stats=stats)
+
+
+def _stacked(value: Tensor | None) -> Tensor | None:
+    """[C] as [1, C]; running statistics are written through the view."""
+    return None if value is None else value.unsqueeze(0)

@@ -1,0 +1,137 @@
+"""What the kernels of images share: pixels, normalisation while loading, sums of partial results in a fixed order.
+
+Images lie in memory as ``[B, E, H, W, C]`` (``[B, H, W, C]`` if all experts share them). A *row* is a pixel of a batch,
+``r = (b * H + y) * W + x``, its channels are the columns. Sums over pixels are written tile by tile and added up by a
+second, small kernel: the same to the bit at every call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastmod.ops._checks import compute_dtype
+
+IEEE, TF32, TF32_THRICE = 0, 1, 2
+_TF32 = tl.constexpr(TF32)
+_TF32_THRICE = tl.constexpr(TF32_THRICE)
+#: The interpreter cuts fp32 off to bf16 where a GPU rounds.
+_CUTS_OFF = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def innermost(images: Tensor) -> Tensor:
+    """``[..., C, H, W]`` as contiguous ``[..., H, W, C]``, without a copy if that is how it lies."""
+    return images.movedim(-3, -1).contiguous()
+
+
+def precision(x: Tensor) -> int:
+    """How products of fp32 are made: by three of tf32, which lose nothing, by one where torch is allowed to as well.
+    Elsewhere, and on AMD, whose tensor cores know fp32, as they are."""
+    if x.dtype != torch.float32 or torch.version.hip is not None:
+        return IEEE
+    return TF32 if _tf32_allowed() else TF32_THRICE
+
+
+def _tf32_allowed() -> bool:
+    settings: Any = torch.backends.cuda.matmul
+    # What was set by the newer name makes torch refuse to read the older one.
+    return settings.fp32_precision == "tf32" if hasattr(settings, "fp32_precision") else bool(settings.allow_tf32)
+
+
+def refuse(x: Tensor, **others: tuple[Tensor | None, Sequence[tuple[int, ...]]]) -> None:
+    """What would be read beyond its end, or as another dtype; ``others``: tensors and the shapes they may have. Scales
+    and statistics have the dtype of the sums."""
+    for name, (tensor, shapes) in others.items():
+        if tensor is None:
+            continue
+        wide = any(part in name for part in ("scale", "shift", "mean", "var"))
+        dtype = compute_dtype(x) if wide else x.dtype
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
+        if tuple(tensor.shape) not in shapes:
+            raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(tensor.shape)}")
+
+
+def sums_tile(parts: int) -> dict[str, int]:
+    """Of the kernels that add up parts: so many of them, and columns, at once."""
+    block_r = power(parts, 1, 32)
+    return {"BLOCK_R": block_r, "BLOCK_C": 1024 // block_r}
+
+
+def power(size: int, least: int, most: int) -> int:
+    """The tile of ``size`` columns."""
+    return min(max(triton.next_power_of_2(size), least), most)
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr):
+    """``total + a @ b``"""
+    if PRECISION == _TF32_THRICE:
+        return tl.dot(a, b, total, input_precision="tf32x3", out_dtype=total.dtype)
+    if PRECISION == _TF32:
+        return tl.dot(a, b, total, input_precision="tf32", out_dtype=total.dtype)
+    return tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr):
+    """``value`` in ``dtype``, rounded to nearest: what is computed from it is as on a GPU, interpreted or not."""
+    if _CUTS_OFF:
+        if dtype == tl.bfloat16:
+            bits = value.to(tl.int32, bitcast=True)
+            near = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+            return tl.where(value == value, near, value).to(dtype)
+    return value.to(dtype)
+
+
+@triton.jit
+def pixels(start, local, H, W):
+    """Image (64 bits), y and x (32 bits) of the rows ``start + local``."""
+    size = H * W
+    first = start // size
+    inner = (start % size).to(tl.int32) + local
+    inside = inner % size
+    return first + inner // size, inside // W, inside % W
+
+
+@triton.jit
+def rectified(u):
+    """relu; NaN stays NaN."""
+    return tl.where(u < 0, 0.0, u)
+
+
+@triton.jit
+def through(u, grad):
+    """The gradient of relu at u."""
+    return tl.where(u <= 0, 0.0, grad)
+
+
+@triton.jit
+def per_column(ptr, first, columns, mask, CT: tl.constexpr):
+    """``[1, columns]`` of a per-channel tensor."""
+    return tl.load(ptr + first + columns, mask=mask, other=0.0).to(CT)[None, :]
+
+
+@triton.jit
+def column_sums(ptr, rows, columns, N, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr):
+    """The sums ``[columns]`` of partial results ``[rows, N]``."""
+    local = tl.arange(0, BLOCK_R).to(tl.int64)
+    total = tl.zeros([BLOCK_R, BLOCK_C], CT)
+    for first in range(0, rows, BLOCK_R):
+        row = first + local
+        mask = (row < rows)[:, None] & (columns < N)[None, :]
+        total += tl.load(ptr + row[:, None] * N + columns[None, :], mask=mask, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def store_part(ptr, columns, first, end, values):
+    """The ``values`` of the columns from ``first`` to ``end``, into a tensor of their own."""
+    values = rounded(values, ptr.dtype.element_ty)
+    tl.store(ptr + columns - first, values, mask=(columns >= first) & (columns < end))

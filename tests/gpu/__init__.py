@@ -1,0 +1,1 @@
+"""What GPU kernels need besides values: compilers, the host harness, bindings."""

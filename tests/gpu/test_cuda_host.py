@@ -1,0 +1,221 @@
+"""The launch functions of the CUDA C++ kernels on the host: what ops do not ask of them, and all under sanitizers.
+
+No GPU, no nvcc: ``tests/helpers/cuda_host`` compiles the .cu files with g++ and runs every CUDA thread as a fiber. The
+ops' own tests (``tests/ops``) run over the same kernels, behind their bindings, with the backend ``cuda_host``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fastmod import noise
+from fastmod.ops._checks import FLOAT_DTYPES
+from fastmod.ops.mfnnr import reference as mfnnr_reference
+from fastmod.ops.multiplex import reference as multiplex_reference
+from fastmod.ops.range_penalty import reference as range_penalty_reference
+from tests.helpers.cuda_host import Harness, LaunchError, Out, checks
+from tests.helpers.cuda_host.checks import (
+    ARGMAX,
+    F32,
+    F64,
+    GUMBEL,
+    INF,
+    NAN,
+    SEED,
+    SMALL_MFNNR,
+    SOFTMAX,
+    Gate,
+    Mask,
+    Mfnnr,
+    Multiplex,
+    check_gate,
+    check_mask,
+    check_mfnnr,
+    check_multiplex,
+    check_penalty,
+    fused_forward,
+    linears,
+    random,
+)
+from tests.helpers.cuda_host.masked_linear import MaskedLinear, check_masked_linear
+
+plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
+
+
+DRAWS = 4
+
+# ---- multiplex
+
+EMPTY = [(0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)]
+#: tau and seed in device memory, as on a GPU; tests/ops has all others.
+MULTIPLEX = [
+    *[Multiplex((3, 5, 7, 3), dtype, mode, pointers=True) for dtype in FLOAT_DTYPES for mode in (SOFTMAX, GUMBEL)],
+    Multiplex((2, 33, 3, 5), mode=GUMBEL, pointers=True),
+]
+
+
+@pytest.mark.parametrize("case", MULTIPLEX, ids=Multiplex.id)
+def test_multiplex(plain: Harness, case: Multiplex) -> None:
+    check_multiplex(plain, case, DRAWS)
+
+
+def test_multiplex_options(plain: Harness) -> None:
+    """Penalty gradient on the logits; base of grad_blocks; outputs that nobody asked for."""
+    sizes = batch, m, n, d = 3, 4, 5, 6
+    blocks, logits, grad = random(batch, m, d), random(batch, m, n, scale=10), random(batch, n, d, seed=1)
+    leaf = logits.double().requires_grad_()
+    out = multiplex_reference(blocks.double(), leaf, None, 0.5, None, SOFTMAX)
+    ((out * grad).sum() + 0.3 * range_penalty_reference([leaf], 4.0)).backward()
+    (got,) = plain.call(
+        "multiplex_backward_logits", grad, blocks, logits, Out(batch, m, n, dtype=F32), None, None, None, None,
+        torch.tensor(0.3), ints=[*sizes, SOFTMAX, 0], floats=[0.5, 4.0],
+    )  # fmt: skip
+    torch.testing.assert_close(got.double(), leaf.grad, rtol=1e-5, atol=1e-5)
+    weights, base = random(batch, m, n, seed=2), random(batch, m, d, seed=3)
+    (got,) = plain.call("multiplex_backward_blocks", grad, weights, base, Out(batch, m, d, dtype=F32), ints=sizes)
+    torch.testing.assert_close(got, base + weights @ grad)
+
+
+def test_noise_bits(plain: Harness) -> None:
+    """u equals fastmod.noise bit for bit, also where the counter needs more than 32 bits."""
+    for seed in (0, 1, SEED, -1, -(2**63)):
+        single, double = plain.call("probe_uniform", Out(1001, dtype=F32), Out(1001, dtype=F64), ints=[seed, 0, 1001])
+        for got, dtype in ((single, F32), (double, F64)):
+            want = noise.uniform(
+                torch.tensor(seed), torch.Size([1001]), stream=0, dtype=dtype, device=torch.device("cpu")
+            )
+            assert torch.equal(got, want)
+    first = 2**34 + 3  # group 2**32: the second counter word
+    _, got = plain.call("probe_uniform", Out(8, dtype=F32), Out(8, dtype=F64), ints=[SEED, first, 8])
+    group = torch.arange(first, first + 8) // 4
+    counter = (group & 0xFFFFFFFF, group >> 32, torch.zeros_like(group), torch.zeros_like(group))
+    key = torch.tensor(SEED)
+    words = torch.stack(noise.philox4x32(counter, (key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF)), dim=-1)
+    picked = words.gather(1, (torch.arange(first, first + 8) % 4).unsqueeze(1)).flatten()
+    assert torch.equal(got, ((picked >> 9).double() + 0.5) * 2.0**-23)
+
+
+# ---- range_penalty
+
+
+def test_range_penalty_of_nothing(plain: Harness) -> None:
+    (total,) = plain.call("range_penalty_finish", torch.empty(0), Out(1, dtype=F32), ints=[0])
+    assert total.item() == 0.0
+
+
+# ---- sample_mask
+
+#: The seed in device memory, as on a GPU.
+MASKS = [
+    Mask(weights, dtype, weighted=False, base=False, pointer=True) for weights in (63, 64) for dtype in FLOAT_DTYPES
+]
+
+
+@pytest.mark.parametrize("case", MASKS, ids=Mask.id)
+def test_sample_mask(plain: Harness, case: Mask) -> None:
+    check_mask(plain, case)
+
+
+# ---- masked_linear
+
+#: The thresholds, which ops do not show; the seed in device memory, as on a GPU.
+MASKED_LINEAR = [
+    *[MaskedLinear((5, 9, 8), dtype, samples=3, tau=0.5, biased=False, pointer=True) for dtype in FLOAT_DTYPES],
+    *[MaskedLinear((33, 70, 36), dtype) for dtype in FLOAT_DTYPES],
+    *[MaskedLinear((4, 6, 8), needs=needs) for needs in [(True, False), (False, True)]],
+    *[MaskedLinear((4, 6, inputs), special=True) for inputs in (5, 8)],
+]
+
+
+@pytest.mark.parametrize("case", MASKED_LINEAR, ids=MaskedLinear.id)
+def test_masked_linear(plain: Harness, case: MaskedLinear) -> None:
+    check_masked_linear(plain, case, DRAWS)
+
+
+def test_masked_linear_refuses_many_rows(plain: Harness) -> None:
+    with pytest.raises(LaunchError) as raised:
+        check_masked_linear(plain, MaskedLinear((65, 3, 4)))
+    assert raised.value.code == 1
+
+
+# ---- mfnnr
+
+#: Logits far apart, and activations that nobody keeps.
+MFNNR = [
+    SMALL_MFNNR,
+    SMALL_MFNNR._replace(save=False),
+    SMALL_MFNNR._replace(scale=1e4),
+    SMALL_MFNNR._replace(scale=1e4, mode=GUMBEL, dtype=F64),
+]
+
+
+@pytest.mark.parametrize("case", MFNNR, ids=Mfnnr.id)
+def test_mfnnr(plain: Harness, case: Mfnnr) -> None:
+    check_mfnnr(plain, case, draws=DRAWS)
+
+
+@pytest.mark.parametrize("grad_of", ["out", "penalty"])
+def test_mfnnr_with_one_gradient(plain: Harness, grad_of: str) -> None:
+    check_mfnnr(plain, SMALL_MFNNR, grad_of, DRAWS)
+
+
+def test_mfnnr_nan_row_stays_in_its_row(plain: Harness) -> None:
+    x, tau = random(17, 3, 5), 1.0
+    route, update = linears(15, [9, 12], F32, 1), linears(35, [6, 7, 24], F32, 2)
+    clean = fused_forward(plain, SMALL_MFNNR, x, route, update, tau)
+    x[4, 1, 2] = NAN
+    x[9, 0, 0] = INF
+    got = fused_forward(plain, SMALL_MFNNR, x, route, update, tau)
+    assert got.out[4].isnan().all()
+    assert got.penalty.isnan()
+    rest = [i for i in range(17) if i not in (4, 9)]
+    assert torch.equal(got.out[rest], clean.out[rest])
+    want = mfnnr_reference(x, route, update, None, tau, None, SOFTMAX, True, 1.0)
+    assert torch.equal(got.out.isnan(), want.out.flatten(1).isnan())
+
+
+def test_mfnnr_refuses_what_does_not_fit(plain: Harness) -> None:
+    for widths in ((129,), (4,) * 8):
+        case = Mfnnr((2, 3, 4, 5), widths, ())
+        route, update = linears(15, [*widths, 12], F32, 1), linears(35, [24], F32, 2)
+        with pytest.raises(LaunchError) as raised:
+            fused_forward(plain, case, random(2, 3, 5), route, update, 1.0)
+        assert raised.value.code == 1
+
+
+# ---- sanitizers: the same checks, on small grids
+
+
+def check_everything(harness: Harness, dtypes: Sequence[torch.dtype]) -> None:
+    for dtype in dtypes:
+        check_multiplex(harness, Multiplex((5, 6, 7, 3), dtype, GUMBEL, pointers=True))
+        check_multiplex(harness, Multiplex((3, 35, 2, 5), dtype))
+        check_gate(harness, Gate((5, 7, 10), dtype))
+        check_penalty(harness, [1, 0, 2049], dtype, 1.0)
+        check_mask(harness, Mask(259, dtype, pointer=True))
+        check_mask(harness, Mask(1028, dtype, samples=2, tau=0.5))
+        check_masked_linear(harness, MaskedLinear((34, 66, 37), dtype, pointer=True))
+        check_masked_linear(harness, MaskedLinear((5, 9, 68), dtype, tau=0.5, biased=False))
+    for dtype in (F32, F64):
+        check_mfnnr(harness, SMALL_MFNNR._replace(dtype=dtype))
+    check_mfnnr(harness, Mfnnr((3, 5, 13, 11), (128,), (), mode=ARGMAX, context=False))
+
+
+def test_address_and_undefined_behaviour_sanitizer(asan: Harness) -> None:
+    check_everything(asan, FLOAT_DTYPES)
+    for sizes in [(1, 1, 1, 1), *EMPTY]:
+        check_multiplex(asan, Multiplex(sizes))
+        check_gate(asan, Gate(sizes[:1] + sizes[2:]))
+    check_mfnnr(asan, Mfnnr((1, 1, 1, 1)))
+    for weights in (0, 1, 4):
+        check_mask(asan, Mask(weights))
+        check_mask(asan, Mask(weights, weighted=False, base=False))
+    for shape in [(1, 1, 1), (64, 64, 64), (0, 3, 4), (2, 0, 4), (2, 3, 0)]:
+        check_masked_linear(asan, MaskedLinear(shape))
+
+
+def test_thread_sanitizer(tsan: Harness) -> None:
+    check_everything(tsan, (F32,))

@@ -1,0 +1,145 @@
+"""Every Triton kernel compiled to machine code, without a GPU: cubin for four CUDA architectures, hsaco for gfx942.
+
+A kernel must not spill: no stack and no local memory on CUDA, no spilled registers and no scratch on AMD.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+
+from triton import JITFunction
+
+from fastmod.gpu import discover, triton_part, worker
+from fastmod.gpu.specialisation import DTYPES
+from fastmod.gpu.targets import TARGETS, Target
+
+#: Triton makes of sm_86 and sm_89 what it makes of sm_80, but for fp64, where it is that of sm_120.
+TESTED = [name for name, target in TARGETS.items() if target.triton and name not in ("sm_86", "sm_89")]
+ONE_OF_EACH_MAKER = ("sm_90", "gfx942")
+#: Their code depends on how the dtype is rounded; of the others fp16 is bf16 with another conversion.
+MASKS = ("sample_mask", "masked_linear")
+#: Masks agree with other backends bit for bit only if every product is rounded.
+UNFUSED = {"sample_mask.forward_kernel", "masked_linear.thresholds_kernel"}
+
+
+#: fp64 without tensor cores for it: sums of 64 rows and the slopes fit in eight warps, not in four.
+TIGHTEST = ("masked_linear.backward_weight_kernel.fp64-rows64-any", "sm_120")
+
+
+def targets_of(op: str, dtype: str) -> list[str]:
+    if dtype == "fp64":
+        return list(ONE_OF_EACH_MAKER)
+    return ["sm_90"] if dtype == "fp16" and op not in MASKS else TESTED
+
+
+CASES = [
+    (op, dtype, target) for op in discover.kernel_modules() for dtype in DTYPES for target in targets_of(op, dtype)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of our own, so that a kernel is really compiled and nothing is left behind."""
+    with worker.here(str(tmp_path_factory.mktemp("triton"))):
+        yield
+
+
+@pytest.mark.parametrize(("op", "dtype", "target"), CASES)
+def test_compiles_without_spills(op: str, dtype: str, target: str) -> None:
+    names = [name for name in discover.specialisations() if re.match(rf"{op}\.\w+\.{dtype}(-|$)", name)]
+    assert names
+    for name in names:
+        spec = discover.specialisations()[name]
+        counted = (dtype, target) in (("bf16", "sm_90"), ("fp32", target))
+        kernel, needs = triton_part.compiled(spec, TARGETS[target], disassemble=counted)
+        print(name, target, needs)
+        assert len(kernel.asm[TARGETS[target].suffix]) > 0
+        assert needs.spills == 0, f"{name}: {needs}"
+        assert needs.registers > 0
+        if counted and TARGETS[target].nvidia:
+            assert (needs.tensor_core > 0) == on_tensor_cores(name, dtype), f"{name}: {needs}"
+        if name.rpartition(".")[0] in UNFUSED:
+            assert_nothing_fused(kernel, TARGETS[target])
+
+
+def on_tensor_cores(name: str, dtype: str) -> bool:
+    """The products of two-byte numbers are what tensor cores are for. fp32 is exact without them, or by three products
+    of tf32, as in norm_conv; depthwise convolutions have no products of matrices."""
+    op, kernel, _ = name.split(".")
+    if op == "norm_conv":
+        return kernel not in ("stats_kernel", "sums_kernel") and "depthwise" not in name
+    return dtype == "bf16" and op == "masked_linear" and kernel != "thresholds_kernel"
+
+
+def test_tightest_kernel_does_not_spill() -> None:
+    name, target = TIGHTEST
+    needs = triton_part.compiled(discover.specialisations()[name], TARGETS[target])[1]
+    assert needs.spills == 0, f"{name}: {needs}"
+
+
+def assert_nothing_fused(kernel: Any, target: Target) -> None:
+    """In Triton's code; fusing by ptxas is switched off as well."""
+    assert kernel.metadata.enable_fp_fusion is False
+    if target.nvidia:
+        assert "fma.rn.f32" not in kernel.asm["ptx"]
+        return
+    assembly = kernel.asm["amdgcn"]
+    fused = len(re.findall(r"\bv_(?:pk_)?fma\w*_f32", assembly))
+    divisions = len(re.findall(r"\bv_div_fixup_f32", assembly))
+    assert divisions > 0
+    assert fused <= 5 * divisions, f"{fused} FMAs, of which {divisions} divisions have 5 each"
+
+
+def test_every_kernel_is_in_the_lists() -> None:
+    listed = {name.rpartition(".")[0] for name in discover.specialisations()}
+    written = {
+        f"{stem}.{name}"
+        for stem, module in discover.kernel_modules().items()
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel") and value.fn.__module__ == module.__name__
+    }
+    assert listed == written and len(listed) >= 15
+    assert listed >= UNFUSED
+
+
+def test_every_file_has_a_list() -> None:
+    folder = Path(next(iter(discover.kernel_modules().values())).__file__).parent
+    assert set(discover.kernel_modules()) == {path.stem for path in folder.glob("*.py") if path.stem[0] != "_"}
+
+
+def test_every_dtype_is_in_the_lists() -> None:
+    for op in discover.kernel_modules():
+        found = {name.split(".")[2].partition("-")[0] for name in discover.specialisations() if name.startswith(op)}
+        assert found == set(DTYPES)
+
+
+def test_a_key_tells_everything_apart() -> None:
+    """The same twice, another for each target, dtype, constant, option and kernel."""
+    specs = discover.specialisations()
+    targets = [TARGETS[name] for name in TESTED]
+    keys = [triton_part.key(spec, target) for spec in specs.values() for target in targets]
+    assert len(set(keys)) == len(specs) * len(targets)
+    name, spec = next(iter(specs.items()))
+    assert triton_part.key(spec, targets[0]) == keys[0], name
+    for changed in (
+        spec._replace(options={**spec.options, "num_warps": 8}),
+        spec._replace(values={**spec.values, "BLOCK_R": 1}),
+    ):
+        assert triton_part.key(changed, targets[0]) != keys[0], name
+
+
+def test_a_wrong_list_is_told() -> None:
+    spec = discover.specialisations()["range_penalty.forward_kernel.fp32"]
+    with pytest.raises(ValueError, match=r"blocks: forward_kernel has no such argument, expected one of t_ptr, "):
+        triton_part.source(spec._replace(values={**spec.values, "blocks": "*fp32"}))
+    with pytest.raises(ValueError, match="t_ptr: forward_kernel has neither a value nor a type for it"):
+        triton_part.source(spec._replace(values={}))

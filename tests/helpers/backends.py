@@ -1,0 +1,183 @@
+"""The backends that the tests of ops run over: see the fixture ``backend`` in tests/conftest.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import fastmod
+from tests.helpers.cuda_host import build_bindings
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+#: `make test DEVICE=cuda`
+DEVICE = os.environ.get("FASTMOD_TEST_DEVICE", "cpu")
+#: The CUDA kernels are run once for each: the order in which a block's threads run must not change a bit.
+THREAD_ORDERS = (1, 2, 3)
+
+
+class Backend(NamedTuple):
+    name: str
+    choice: str  # what use_backend is told
+    device: str = "cpu"
+    draws: int = 8  # of a comparison with fp64: fewer where a kernel takes long
+
+
+def isas() -> list[str]:
+    """Instruction sets whose CPU kernels this machine can run."""
+    module = fastmod._extension.MODULE
+    assert module is not None, "the tests need the extension: `make test` builds it"
+    names = ["baseline", "avx2", "avx512"]
+    return names[: names.index(module.best_cpu_isa()) + 1]
+
+
+NATIVE = [Backend(f"native-{isa}", "native") for isa in isas()]
+TRITON = Backend("triton", "triton", draws=2)
+CUDA_HOST = Backend("cuda_host", "native", draws=4)
+GPU = [Backend("cuda", "native", "cuda"), Backend("cuda-triton", "triton", "cuda")]
+
+
+def parameters(*left_out: str) -> list[Any]:
+    """For the fixture ``backend``; without those whose names begin so, for ``parametrize(..., indirect=True)``."""
+    found = [*NATIVE, TRITON, CUDA_HOST, *(GPU if DEVICE == "cuda" else [])]
+    marks = {TRITON: [pytest.mark.interpreted, pytest.mark.slow]}
+    return [pytest.param(b, id=b.name, marks=marks.get(b, ())) for b in found if not b.name.startswith(left_out)]
+
+
+_current: Backend | None = None
+
+
+def current() -> Backend | None:
+    """The backend of the running test, if it has one."""
+    return _current
+
+
+def missing(backend: Backend) -> str | None:
+    """Why a backend cannot be tested here, or None."""
+    if backend.device != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return "no GPU: torch.cuda.is_available() is False"
+    if backend.choice == "native" and "cuda" not in fastmod._extension.native_devices():
+        return f"no CUDA kernels in the extension: {fastmod._extension.STATUS}"
+    return None
+
+
+@contextlib.contextmanager
+def chosen(backend: Backend) -> Iterator[None]:
+    """Ops are served by ``backend``, new tensors live on its device, and torch.empty is filled with NaN, so that a
+    value which a kernel never writes shows."""
+    global _current
+    with contextlib.ExitStack() as stack:
+        if backend.name.startswith("native-"):
+            module = fastmod._extension.MODULE
+            module.set_cpu_isa(backend.name.removeprefix("native-"))
+            stack.callback(module.set_cpu_isa, module.best_cpu_isa())
+        if backend is CUDA_HOST:
+            stack.enter_context(_cuda_host())
+        if backend.device != "cpu":
+            stack.enter_context(torch.device(backend.device))
+        stack.enter_context(filled_memory())
+        stack.enter_context(fastmod.use_backend(backend.choice))
+        _current = backend
+        try:
+            yield
+        finally:
+            _current = None
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """The kernel of the test's backend under a schema of ``fastmod/ops``, without the checks of the public function."""
+    assert _current is not None
+    return getattr(getattr(torch.ops.fastmod, name), "triton" if _current.choice == "triton" else "default")
+
+
+@contextlib.contextmanager
+def filled_memory() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# ------------------------------------------------------------------------------------------ CUDA C++ on the host
+
+NAMESPACE = "fastmod_cuda_host"
+
+
+@cache
+def host_bindings() -> dict[str, Callable[..., Any]]:
+    """Op -> the function that csrc/cuda binds to it, over kernels that g++ compiled."""
+    torch.ops.load_library(str(build_bindings()))
+    names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(NAMESPACE)]
+    return {name: getattr(getattr(torch.ops, NAMESPACE), name) for name in names}
+
+
+@contextlib.contextmanager
+def _cuda_host() -> Iterator[None]:
+    """The CUDA kernels take the place of the CPU's: the whole path of an op leads to them, autograd and all."""
+    library = torch.library.Library("fastmod", "IMPL")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the override, which is the point
+            for name, function in host_bindings().items():
+                if name != "set_order":
+                    library.impl(name, partial(in_each_order, name, function), "CPU", allow_override=True)
+            # As on a GPU, where a stack has no kernel of its own.
+            stack = import_module("fastmod.ops.smfr")
+            library.impl("smfr_forward", partial(stack._forward_by_layers, False), "CPU", allow_override=True)
+            library.impl("smfr_backward", partial(stack._backward_by_layers, False), "CPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def in_each_order(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    # The dispatcher leaves out arguments that are as the schema has them by default.
+    schema = getattr(torch.ops.fastmod, name).default._schema.arguments
+    arguments += tuple(argument.default_value for argument in schema[len(arguments) :])
+    inputs = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+    before = [t.clone() for t in inputs]
+    found = []
+    for order in THREAD_ORDERS:
+        host_bindings()["set_order"](order)
+        found.append(function(*arguments))
+        for i, (now, then) in enumerate(zip(inputs, before, strict=True)):
+            assert same_bits(now, then), f"{name}: tensor {i} is an input and was written"
+    for other in found[1:]:
+        for i, (a, b) in enumerate(zip(pytree.tree_leaves(found[0]), pytree.tree_leaves(other), strict=True)):
+            assert same_bits(a, b), f"{name}: result {i} depends on the order of threads"
+    return found[0]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Every bit but those of a NaN."""
+    known = ~a.isnan()
+    return torch.equal(known, ~b.isnan()) and torch.equal(a[known], b[known])
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, module: Any, *kernels: str) -> list[str]:
+    """A list that the launches of these Triton kernels of ``module`` enter their names into."""
+    launched: list[str] = []
+
+    class Watched:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(module, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for name in kernels:
+        monkeypatch.setattr(module, name, Watched(name))
+    return launched

@@ -1,0 +1,121 @@
+"""Tests that need Triton's interpreter, run by name in one process of their own.
+
+Triton decides at import whether it interprets. A test with the mark ``interpreted`` is collected, selected and reported
+like any other, but its body runs in a second pytest session, started with TRITON_INTERPRET=1 when the first of them
+comes and kept until the last: :func:`run` hands it the test's id and gets the outcome back. Of this file the first half
+runs in the session that people start, the second half is a plugin of the other one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection, Pipe
+from typing import NamedTuple
+
+import pytest
+
+PIPE = "FASTMOD_TEST_PIPE"  # number of the descriptor that the other session reads test ids from
+SECONDS = 600  # for one test
+OPTIONS = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", __name__, "--runxfail"]  # the mark xfail counts here
+#: Plain torch's bf16 convolutions end in an illegal instruction where a virtual machine shows AMX but forbids it.
+ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+
+
+class Outcome(NamedTuple):
+    kind: str  # passed, failed, skipped
+    text: str
+
+
+class _Process:
+    def __init__(self, root: str, files: list[str]) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self.pipe, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", *OPTIONS, *files],
+            env={**ENVIRONMENT, **os.environ, "TRITON_INTERPRET": "1", PIPE: str(theirs.fileno())},
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    def ask(self, nodeid: str) -> Outcome:
+        try:
+            self.pipe.send(nodeid)
+            if not self.pipe.poll(SECONDS):
+                return Outcome("failed", self.end(f"no answer within {SECONDS} s"))
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            return Outcome("failed", self.end("the interpreter's process ended"))
+
+    def end(self, why: str) -> str:
+        global _process
+        _process = None
+        self.process.kill()
+        self.log.seek(0)
+        return f"{why} (exit code {self.process.wait()})\n{self.log.read()[-5000:]}"
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.wait()
+
+
+_process: _Process | None = None
+
+
+def needed(item: pytest.Item) -> bool:
+    return PIPE not in os.environ and item.get_closest_marker("interpreted") is not None
+
+
+def run(item: pytest.Item) -> None:
+    """Run ``item`` over there, with its outcome here."""
+    global _process
+    if _process is None:
+        others = {other.nodeid.partition("::")[0] for other in item.session.items if needed(other)}
+        _process = _Process(str(item.config.rootpath), sorted(others))
+        atexit.register(_process.close)
+    outcome = _process.ask(item.nodeid)
+    if outcome.kind == "skipped":
+        pytest.skip(outcome.text)
+    if outcome.kind == "failed":
+        pytest.fail(outcome.text, pytrace=False)
+
+
+# ------------------------------------------------------------------------------------------------ the other session
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if PIPE not in os.environ:
+        return None
+    pipe = Connection(int(os.environ[PIPE]))
+    reports = _Reports()
+    session.config.pluginmanager.register(reports)
+    items = {item.nodeid: item for item in session.items}
+    while True:
+        try:
+            nodeid: str = pipe.recv()
+        except EOFError:
+            return True
+        reports.clear()
+        items[nodeid].ihook.pytest_runtest_protocol(item=items[nodeid], nextitem=None)
+        pipe.send(reports.outcome())
+
+
+class _Reports(list[pytest.TestReport]):
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.append(report)
+
+    def outcome(self) -> Outcome:
+        for report in self:
+            if report.failed:
+                output = "".join(f"\n--- {title} ---\n{text}" for title, text in report.sections)
+                return Outcome("failed", f"{report.when}, in the interpreter's process:\n{report.longreprtext}{output}")
+            if report.skipped:
+                return Outcome("skipped", report.longrepr[2] if isinstance(report.longrepr, tuple) else "skipped")
+        return Outcome("passed", "")

@@ -1,0 +1,1 @@
+"""Ops over every backend: values, gradients, contracts."""

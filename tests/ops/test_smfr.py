@@ -1,0 +1,144 @@
+"""smfr: a stack in one node against the same layers one by one, and against fp64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import fastmod
+from fastmod import ops
+from tests.helpers.agreement import assert_agrees, laid_out, opchecked, run
+from tests.ops.test_mfnnr import GRAD_FACTOR, linears
+
+COUNTS = (3, 4, 4, 2)
+
+
+def draw(batch: int, d: int = 5, hidden: int = 13, layers: int = 1, counts=COUNTS, context=True, dtype=torch.float32):
+    """``[x, taus..., params...]``"""
+    params = []
+    for m, n in pairwise(counts):
+        params += linears([m * d, *[hidden] * layers, m * n], dtype)
+        params += linears([(n + m * context) * d, *[hidden] * layers, n * d + n], dtype)
+    taus = [torch.tensor(0.8, dtype=dtype), torch.tensor(1.1, dtype=dtype), torch.tensor(0.6, dtype=dtype)]
+    return [torch.randn(batch, counts[0], d, dtype=dtype), *taus[: len(counts) - 1], *params]
+
+
+def call(depth: int = 3, fnn_tensors: int = 4, **options):
+    def function(x, *tensors):
+        taus, params = list(tensors[:depth]), tensors[depth:]
+        cut = [params[i : i + fnn_tensors] for i in range(0, len(params), fnn_tensors)]
+        pairs = list(zip(cut[::2], cut[1::2], strict=True))
+        result = ops.smfr(x, pairs, taus=taus, seeds=list(range(depth)), threshold=0.5, **options)
+        return result.out, result.penalty
+
+    return function
+
+
+@pytest.mark.usefixtures("filled_memory", "isa")
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize("mode", ["softmax", "gumbel", "argmax"])
+@pytest.mark.parametrize("batch", [1, 70, 128])
+def test_matches_fp64(batch: int, mode: str, context: bool) -> None:
+    function = call(mode=mode, context=context)
+    draws = 8 if batch > 1 else 16
+    assert_agrees(function, lambda: draw(batch, context=context), draws=draws, grad_factor=GRAD_FACTOR)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize("mode", ["softmax", "gumbel", "argmax"])
+def test_every_backend_matches_fp64(mode: str, context: bool) -> None:
+    function = call(mode=mode, context=context)
+    assert_agrees(function, lambda: draw(3, context=context), grad_factor=GRAD_FACTOR)
+
+
+@pytest.mark.usefixtures("backend")
+def test_equals_single_layers_bit_for_bit() -> None:
+    x, t0, t1, t2, *params = draw(9)
+    out, penalty = call()(x, t0, t1, t2, *params)
+    total = 0.0
+    for i, tau in enumerate((t0, t1, t2)):
+        layer = params[8 * i : 8 * i + 8]
+        x, one, *_ = ops.mfnnr(x, layer[:4], layer[4:], tau=tau, threshold=0.5)
+        total += one.item()
+    assert torch.equal(out, x)
+    assert penalty.item() == pytest.approx(total, rel=1e-6)
+
+
+@pytest.mark.usefixtures("isa")
+def test_gradcheck() -> None:
+    inputs = [t.requires_grad_() for t in draw(2, 2, 3, 1, (2, 3, 1), dtype=torch.float64)]
+    assert torch.autograd.gradcheck(call(2), inputs)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_opcheck(mode: int) -> None:
+    x, t0, t1, t2, *params = draw(6)
+    x, params = laid_out(x, "permuted"), [laid_out(p, "permuted") for p in params]
+    seeds = [torch.tensor(i) for i in range(3)] if mode else []
+    for taus in ([t0, t1, t2], []):
+        arguments = (x, params, 4, taus, seeds, mode, True, 0.5)
+        opchecked("smfr_forward", *arguments, False)
+        opchecked("smfr_forward", *arguments, True, same_twice=False)  # activations are padded
+        out, penalty, *_, saved = torch.ops.fastmod.smfr_forward(*arguments, True)
+        opchecked("smfr_backward", laid_out(out, "permuted"), penalty, *arguments, saved, True, True)
+        opchecked("smfr_backward", None, penalty, *arguments, saved, False, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduced_precision(dtype: torch.dtype) -> None:
+    # Between the layers the kernel keeps fp32 where the reference rounds.
+    assert_agrees(call(), lambda: [t.to(dtype) for t in draw(9)])
+
+
+@pytest.mark.parametrize("frozen", ["x", "params"])
+def test_partial_gradients(frozen: str) -> None:
+    inputs = draw(70)
+
+    def grads(backend: str):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        for leaf in leaves[:1] if frozen == "x" else leaves[4:]:
+            leaf.requires_grad_(False)
+        with fastmod.use_backend(backend):
+            call()(*leaves)[0].sum().backward()
+        return [t.grad for t in leaves]
+
+    for ours, expected in zip(grads("native"), grads("reference"), strict=True):
+        assert (ours is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_empty_batch_repeats_and_threads() -> None:
+    results = run(call(), draw(0), [torch.zeros(0, 2, 5), torch.ones(())], "native")
+    assert all(not r.any() for r in results)
+    inputs, grads = draw(200), [torch.randn(200, 2, 5), torch.ones(())]
+    expected = run(call(), inputs, grads, "native")
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for _ in range(17):
+                found = run(call(), inputs, grads, "native")
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_messages() -> None:
+    x, *_ = draw(2)
+    route, update = linears([15, 6], torch.float32), linears([25, 12], torch.float32)
+    for backend in ("native", "reference"):
+        with fastmod.use_backend(backend):
+            with pytest.raises(ValueError, match="layers: expected at least one"):
+                ops.smfr(x, [])
+            with pytest.raises(ValueError, match=r"layers\[1\]\.route\[0\].*in = 10"):
+                ops.smfr(x, [(route, update), (route, update)])
+            with pytest.raises(ValueError, match=r"taus.*1, got 2"):
+                ops.smfr(x, [(route, update)], taus=[torch.tensor(1.0)] * 2)
+            with pytest.raises(ValueError, match=r"seeds.*1, got 2"):
+                ops.smfr(x, [(route, update)], mode="gumbel", seeds=[1, 2])
+            with pytest.raises(ValueError, match="one number of layers"):
+                ops.smfr(x, [(route, linears([25, 3, 12], torch.float32))])
