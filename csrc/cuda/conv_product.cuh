@@ -178,10 +178,10 @@ struct Product {
     }
 #pragma unroll 1
     for (int tap_y = 0; tap_y < wy.taps; ++tap_y) {
-      float part[kM][kN][4] = {};
       int offset = tap_y * columns;
 #pragma unroll 1
       for (int i = products; i > 0; --i) {
+        float part[kM][kN][4] = {};
         Unit a[kM][2], b[kN];
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
@@ -216,14 +216,14 @@ struct Product {
             }
           }
         }
-      }
-      if constexpr (sizeof(T) == 4) {
+        if constexpr (sizeof(T) == 4) {
 #pragma unroll
-        for (int m = 0; m < kM; ++m) {
+          for (int m = 0; m < kM; ++m) {
 #pragma unroll
-          for (int n = 0; n < kN; ++n) {
+            for (int n = 0; n < kN; ++n) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) total[m][n][j] += part[m][n][j];
+              for (int j = 0; j < 4; ++j) total[m][n][j] += part[m][n][j];
+            }
           }
         }
       }
