@@ -102,7 +102,8 @@ def test_no_triton(copy: Path) -> None:
 
 
 def test_triton_needs_no_extension(copy: Path) -> None:
-    """Its kernels serve schemas that exist without a compiler: here every op, forward and backward, interpreted."""
+    """Its kernels serve schemas that exist without a compiler: here every op that has some, forward and backward,
+    interpreted."""
     for library in copy.glob("_C*"):
         library.unlink()
     if not (copy / "kernels").exists():
@@ -115,13 +116,15 @@ warnings.simplefilter("ignore")
 import torch, fastmod
 from fastmod.samples import SAMPLES
 assert not fastmod._extension.LOADED
-for sample in SAMPLES:
+samples = [sample for sample in SAMPLES if sample.op in fastmod._extension.triton_ops()]
+assert {sample.op for sample in samples} >= {"multiplex", "mfnnr", "sample_mask", "masked_linear", "norm_conv", "norm_sum"}
+for sample in samples:
     found = {}
     for name in ("triton", "reference"):
         with fastmod.use_backend(name):
             found[name] = [value for _, value in sample.run(sample.tensors())]
     torch.testing.assert_close(found["triton"], found["reference"], atol=1e-3, rtol=1e-3)
-print("agreed on", len(SAMPLES))
+print("agreed on", len(samples))
 """
     pytest.importorskip("triton")
     assert use(copy, program).split()[:2] == ["agreed", "on"]
