@@ -107,7 +107,6 @@ def covers(archs: str, capability: tuple[int, int]) -> bool:
 COMPOSED = ("smfr", "masked_conv2d")
 
 
-@cache
 def native_serves(op: str, device_type: str) -> bool:
     """Whether this build has native kernels of ``op`` for a device type; not every op has them for GPUs."""
     if device_type not in native_devices():

@@ -147,5 +147,7 @@ def why_not(op: str, name: str, device: str) -> tuple[bool, str]:
             importlib.import_module("fastmod.kernels")
         except ImportError as error:
             return True, f"fastmod.kernels does not import: {error}"
+        if importlib.util.find_spec(f"fastmod.kernels.{op}") is None:
+            return False, "has no Triton kernels"
         return True, f"fastmod.kernels registers no {op}"
     return False, "on a CPU needs TRITON_INTERPRET=1"

@@ -70,7 +70,7 @@ def test_contenders_agree(case: Case) -> None:
 def test_cases_are_found() -> None:
     cases = checkout.cases()
     assert len({case.name for case in cases}) == len(cases)
-    assert {case.op for case in cases} == {*backend.OPS, "masked_model", "optim.Adam", "ResMixNet"}
+    assert {case.op for case in cases} == {*backend.OPS, "masked_model", "optim.Adam", "ResMixNet", "IsometricNet"}
     assert {case.op for case in checkout.smoke()} == {case.op for case in cases}
 
 
