@@ -128,6 +128,8 @@ def host_bindings() -> dict[str, Callable[..., Any]]:
 def _cuda_host() -> Iterator[None]:
     """The CUDA kernels take the place of the CPU's: the whole path of an op leads to them, autograd and all."""
     library = torch.library.Library("fastmod", "IMPL")
+    tf32 = torch.backends.cudnn.allow_tf32  # on by default, as torch has it for convolutions; here fp32 is meant
+    torch.backends.cudnn.allow_tf32 = False
     try:
         with warnings.catch_warnings(action="ignore"):  # of the override, which is the point
             for name, function in host_bindings().items():
@@ -139,6 +141,7 @@ def _cuda_host() -> Iterator[None]:
             library.impl("smfr_backward", partial(stack._backward_by_layers, False), "CPU", allow_override=True)
         yield
     finally:
+        torch.backends.cudnn.allow_tf32 = tf32
         library._destroy()
 
 
@@ -146,11 +149,19 @@ def in_each_order(name: str, function: Callable[..., Any], *arguments: Any) -> A
     # The dispatcher leaves out arguments that are as the schema has them by default.
     schema = getattr(torch.ops.fastmod, name).default._schema.arguments
     arguments += tuple(argument.default_value for argument in schema[len(arguments) :])
-    inputs = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+    # What the schema says is written, as running statistics are, begins anew for every order.
+    pairs = list(zip(schema, arguments, strict=True))
+    state = [t for a, t in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(t, Tensor)]
+    begin = [t.clone() for t in state]
+    inputs = [
+        t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor) and not any(t is other for other in state)
+    ]
     before = [t.clone() for t in inputs]
     found = []
     for order in THREAD_ORDERS:
         host_bindings()["set_order"](order)
+        for now, then in zip(state, begin, strict=True):
+            now.copy_(then)
         found.append(function(*arguments))
         for i, (now, then) in enumerate(zip(inputs, before, strict=True)):
             assert same_bits(now, then), f"{name}: tensor {i} is an input and was written"
