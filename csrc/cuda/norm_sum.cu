@@ -59,7 +59,7 @@ __device__ inline void sum_at(const SumInput<T>& input, int64_t i, int64_t resid
 
 // A thread has kMany channels of a pixel of the result.
 template <typename T, int kMany>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     forward_kernel(const __grid_constant__ SumInput<T> input, T* out, const __grid_constant__ SumShape shape,
                    int64_t count) {
   using C = Compute<T>;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 import torch
 
@@ -47,6 +46,8 @@ def progressive_repeats(templates: int, layers: int) -> list[int]:
     """``1 + (L - K) (k - 1) / (K (K - 1) / 2)`` for k = 1 .. K, rounded so that the sum is L."""
     if templates == 1:
         return [layers]
+    from fractions import Fraction  # not at import: it brings decimal, which nothing else here needs
+
     step = Fraction(2 * (layers - templates), templates * (templates - 1))
     exact = [1 + step * k for k in range(templates)]
     counts = [int(value) for value in exact]

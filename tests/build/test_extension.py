@@ -207,7 +207,7 @@ import fastmod
 added = set(sys.modules) - before
 assert "torch._dynamo" not in sys.modules
 assert all(name.partition(".")[0] == "fastmod" for name in added), added
-assert len(added) < 40, added
+assert len(added) < 64, added
 x = torch.randn(2, 3, 4, requires_grad=True)
 fastmod.nn.SMFR(3, 2, 4, 2, 1)(x).sum().backward()
 assert "torch._dynamo" not in sys.modules

@@ -66,9 +66,10 @@ def random(*shape: int, dtype: torch.dtype = F32, scale: float = 1.0, seed: int 
 Results = dict[str, tuple[Tensor, Tensor, Tensor]]
 
 
-def assert_draws_close(draws: Sequence[Results], **scales: float) -> None:
+def assert_draws_close(draws: Sequence[Results], half_roundings: float = 0.0, **scales: float) -> None:
     for name in draws[0]:
-        assert_close(name, [draw[name] for draw in draws], scale=scales.get(name, 0.0))
+        found = [draw[name] for draw in draws]
+        assert_close(name, found, half_roundings=half_roundings, scale=scales.get(name, 0.0))
 
 
 def gradients(loss: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

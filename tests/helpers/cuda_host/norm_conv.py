@@ -155,4 +155,4 @@ def results(harness: Harness, case: Conv, draw: int) -> Results:
 
 def check_conv(harness: Harness, case: Conv, draws: int = 1) -> None:
     found = [results(harness, case, draw) for draw in range(draws)]
-    assert_draws_close(found)
+    assert_draws_close(found, half_roundings=1.0)  # z is rounded before it is multiplied, and results are once more
