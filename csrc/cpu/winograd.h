@@ -5,7 +5,8 @@
 // product of matrices for each of the 16, and a sum. All factors are 1 and 1/2: as exact as the direct way. Gradients are
 // the same steps in reverse. A NaN or an infinity in a patch makes its whole tile NaN.
 //
-// Measured on Zen 4 with AVX-512, one thread, 64 images: see docs/speed.md.
+// Why: on one thread of a Zen 4, forward, 64 images, the direct way took 14.4 (4 experts of 16 channels, 32 px), 6.4 (2 of
+// 32, 16 px) and 2.9 ms (64, 8 px), this one 9.7, 3.8 and 1.7; oneDNN's convolution alone 12.2, 5.5 and 2.4.
 
 constexpr int64_t kWinogradTiles = 32;  // that one call transforms at most
 
