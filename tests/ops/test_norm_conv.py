@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastmod import ops
+from tests.helpers import backends
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
 from tests.helpers.backends import Backend
 
@@ -148,7 +149,11 @@ def test_any_shape_and_layout(sizes, size, stride, depthwise, shared, affine, fl
 
     # Of a single value per channel the gradient through the variance is a difference of equal numbers.
     scale = float(inputs * size * size)
-    assert_agrees(function(case), inputs_, scale=scale, grad_layout=layouts[6])
+    # Shapes and layouts are the point here. Tensor cores round sums towards zero, so that among many random cases some
+    # miss the limit that test_matches_fp64 sets for chosen ones.
+    current = backends.current()
+    roundings = 32.0 if current is not None and current.name == "cuda_host" else 2.0
+    assert_agrees(function(case), inputs_, scale=scale, grad_layout=layouts[6], roundings=roundings)
 
 
 @pytest.mark.usefixtures("backend")
