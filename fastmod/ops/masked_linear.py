@@ -225,7 +225,7 @@ def _run(
     triton: bool,
 ) -> Tensor:
     from_here = first == 0 or (x.device.type == "cpu" and not triton)  # samples that the kernels begin with
-    at_once = from_here and x.numel() <= samples * row_limit(weight, triton) * weight.shape[-1]
+    at_once = from_here and x.shape[:-1].numel() <= samples * row_limit(weight, triton)
     if not at_once or bias is not None or bias_logits is not None:
         _check(x, weight, logits, bias, bias_logits, samples)  # torch broadcasts where the kernels refuse
     return _masked.run(LINEAR, Draws(triton, first, samples, tau), at_once, x, weight, logits, bias, bias_logits, seed)
