@@ -1,6 +1,7 @@
 // Gated rewriting of rows [R, D], one gate logit per row. Included once per ISA by instantiate.h.
 
 constexpr int64_t kGateChunk = 256;
+constexpr int64_t kGateTerms = 128;
 
 // sigmoid(gate) and sigmoid(-gate) of up to kGateChunk rows; 1 - sigmoid would lose digits for open gates.
 template <typename T>
@@ -34,11 +35,15 @@ void gated_residual_backward(const GatedResidualArgs<T>& args, int64_t begin, in
     for (int64_t r = 0; r < count; ++r) {
       const int64_t at = (first + r) * args.d;
       T sum = 0;
-      for (int64_t i = 0; i < args.d; ++i) {
-        const T grad = args.grad[at + i];
-        args.grad_x[at + i] = shut[r] * grad;
-        args.grad_fresh[at + i] = open[r] * grad;
-        sum += grad * (args.fresh[at + i] - args.x[at + i]);
+      for (int64_t block = 0; block < args.d; block += kGateTerms) {
+        T beside[8] = {};  // short sums side by side: a long one loses digits
+        for (int64_t i = block; i < std::min(block + kGateTerms, args.d); ++i) {
+          const T grad = args.grad[at + i];
+          args.grad_x[at + i] = shut[r] * grad;
+          args.grad_fresh[at + i] = open[r] * grad;
+          beside[i % 8] += grad * (args.fresh[at + i] - args.x[at + i]);
+        }
+        sum += ((beside[0] + beside[1]) + (beside[2] + beside[3])) + ((beside[4] + beside[5]) + (beside[6] + beside[7]));
       }
       args.grad_gate[first + r] = sum * open[r] * shut[r];
     }

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import fastmod
 from fastmod import ops
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
-from tests.helpers.backends import Backend
 
 NAN, INF = float("nan"), float("inf")
 SHAPES = [(128, 8, 10), (3, 1, 1), (300, 7, 33), (2, 3, 4, 5)]  # [..., N, D]
@@ -35,11 +34,9 @@ def test_dtypes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_agrees(ops.gated_residual, lambda: draw(*shape, dtype=dtype))
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("shape", [(2, 5, 130), (20, 5, 1000)], ids=str)
-def test_long_rows(backend: Backend, shape: tuple[int, ...], request: pytest.FixtureRequest) -> None:
-    if backend.name.startswith("native-"):
-        reason = "the CPU kernel adds up the gradient of a gate one by one, plain PyTorch pairwise"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_long_rows(shape: tuple[int, ...]) -> None:
     assert_agrees(ops.gated_residual, lambda: draw(*shape))
 
 
