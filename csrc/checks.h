@@ -273,8 +273,13 @@ inline void check_inverted_residual(const at::Tensor& x, at::TensorList params) 
     TORCH_CHECK_VALUE(param.dim() >= 2 && param.numel() > 0, "params: expected tensors [T, ...], got ", param.sizes());
   }
   const int64_t tasks = x.size(1), channels = x.size(2), expanded = params[0].size(1);
+  TORCH_CHECK_VALUE(x.size(0) != 1, "x: expected more than 1 value per channel, got ", x.sizes());
   const auto check = [&](size_t at, at::IntArrayRef sizes) {
-    TORCH_CHECK_VALUE(params[at].sizes() == sizes, "params[", at, "]: expected ", sizes, ", got ", params[at].sizes());
+    int64_t count = 1;  // sizes of 1 stand where convolutions have them
+    for (const int64_t size : sizes) count *= size;
+    TORCH_CHECK_VALUE(params[at].dim() >= 3 && params[at].sizes().slice(0, 2) == sizes.slice(0, 2) &&
+                          params[at].numel() == count,
+                      "params[", at, "]: expected ", sizes, ", got ", params[at].sizes());
     for (size_t i = at + 1; i < at + 3; ++i)
       TORCH_CHECK_VALUE(params[i].sizes() == sizes.slice(0, 2), "params[", i, "]: expected ", sizes.slice(0, 2), ", got ",
                         params[i].sizes());

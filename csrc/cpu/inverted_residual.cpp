@@ -75,7 +75,7 @@ struct Dense {
   Norm<T> norm;
 
   Dense(at::TensorList params, int64_t at, int64_t batch_, double eps)
-      : tasks(params[at].size(0)), batch(batch_), in(params[at].size(2)), out(params[at].size(1)),
+      : tasks(params[at].size(0)), batch(batch_), in(params[at].numel() / (tasks * params[at].size(1))), out(params[at].size(1)),
         weight(readable(params[at])), norm(params[at + 1], params[at + 2], double(batch_), eps) {
     const int64_t lanes = table<T>(kernels()).lanes;
     in_columns = (in + lanes - 1) / lanes * lanes;

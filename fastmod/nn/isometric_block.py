@@ -107,9 +107,8 @@ class IsometricBlock(nn.Module):
     def _fused(self, x: Tensor, weights: Tensors, buffers: Tensors) -> Tensor:
         params = []
         for name, _ in self._norms():
-            weight = weights[f"{name.removesuffix('_norm')}.weight"]  # [T, out, in / groups, k, k]
-            params += [weight.flatten(2) if weight.shape[-1] == 1 else weight.squeeze(2)]
-            params += [weights[f"{name}.weight"], weights[f"{name}.bias"]]
+            convolution = name.removesuffix("_norm")
+            params += [weights[f"{convolution}.weight"], weights[f"{name}.weight"], weights[f"{name}.bias"]]
         found = inverted_residual(x, params, eps=self.expand_norm.eps)
         momentum = self.expand_norm.momentum
         assert momentum is not None  # see stackable

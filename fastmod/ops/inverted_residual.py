@@ -36,25 +36,37 @@ def inverted_residual(x: Tensor, params: Sequence[Tensor], *, eps: float = 1e-5)
     Args:
         x: ``[B, T, C, H, W]``, task t with the weights at t.
         params: ``expand`` [T, M, C], ``depthwise`` [T, M, 3, 3], ``squeeze`` [T, R, M] and ``excite`` [T, M, R] (both
-            or none), ``project`` [T, C, M], each followed by weight and bias [T, channels] of its batch norm.
+            or none), ``project`` [T, C, M], or in the shapes of convolutions, [T, M, C, 1, 1] and [T, M, 1, 3, 3]; each
+            followed by weight and bias [T, channels] of its batch norm.
         eps: of all batch norms.
     """
     chosen = backend.resolve("inverted_residual", x)
-    _check(x, params, eps)
-    wide = _checks.compute_dtype(x)
-    tensors = [p if p.dtype == wide else p.to(wide) for p in params]
-    if backend.autocast_enabled(x.device.type):
-        (x,) = backend.lowered(x)
-    if chosen == "reference":
-        with backend.reference_autocast(x):
-            y, stats = reference(x, *tensors, eps=eps)
-    else:
-        y, stats = _run(x, tensors, float(eps), chosen == "triton")
+    _check_eps(eps)
+    if backend.checks_first(chosen):
+        _check(x, params)
+    try:
+        wide = _checks.compute_dtype(x)
+        tensors = [p.to(wide) if p.dtype != wide and p.is_floating_point() else p for p in params]
+        if backend.autocast_enabled(x.device.type):
+            (x,) = backend.lowered(x)
+        if chosen == "reference":
+            with backend.reference_autocast(x):
+                y, stats = reference(x, *tensors, eps=eps)
+        else:
+            y, stats = _run(x, tensors, eps, chosen == "triton")
+    except Exception:
+        _check(x, params)
+        raise
     sizes = [tensors[i].shape[1] for i in range(1, len(tensors), 3)]
     return InvertedResidualOutput(y, list(stats[0].split(sizes, -1)), list(stats[2].split(sizes, -1)))
 
 
-def _check(x: Tensor, params: Sequence[Tensor], eps: float) -> None:
+def _check_eps(eps: float) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < _checks.INFINITY:
+        raise ValueError(f"eps: expected a finite number >= 0, got {eps!r}")
+
+
+def _check(x: Tensor, params: Sequence[Tensor]) -> None:
     _images.check_images("x", x, "[B, T, C, H, W]")
     if 0 in x.shape[1:]:
         raise ValueError(
@@ -62,8 +74,6 @@ def _check(x: Tensor, params: Sequence[Tensor], eps: float) -> None:
         )
     if x.shape[0] == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {_checks.shape(x)}")
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < _checks.INFINITY:
-        raise ValueError(f"eps: expected a finite number >= 0, got {eps!r}")
     _checks.listed("params", params, "of tensors")
     if len(params) not in (PLAIN, GATED):
         raise ValueError(f"params: expected {PLAIN} tensors, or {GATED} with squeeze-excite, got {len(params)}")
@@ -85,10 +95,17 @@ def _check(x: Tensor, params: Sequence[Tensor], eps: float) -> None:
         squeezed = params[6].shape[1]
         shapes |= {"squeeze": [tasks, squeezed, expanded], "excite": [tasks, expanded, squeezed]}
     for at, name in enumerate(names):
-        shape = shapes[name]
-        _checks.exact_shape(f"params[{3 * at}], {name}", params[3 * at], shape, "its shape")
+        shape, found = shapes[name], _checks.shape(params[3 * at])
+        if found not in (shape, _of_convolution(shape)):
+            raise ValueError(
+                f"params[{3 * at}], {name}: expected {shape} or {_of_convolution(shape)}, got shape {found}"
+            )
         for i in (3 * at + 1, 3 * at + 2):
             _checks.exact_shape(f"params[{i}], {name}'s norm", params[i], shape[:2], "[T, channels]")
+
+
+def _of_convolution(shape: list[int]) -> list[int]:
+    return [*shape, 1, 1] if len(shape) == 3 else [*shape[:2], 1, *shape[2:]]
 
 
 def reference(x: Tensor, *params: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -111,17 +128,18 @@ def reference(x: Tensor, *params: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return (y - mean) * scale + params[at + 2].reshape(shape)
 
     pixels, tasks = (0, 3, 4), x.shape[1]
+    matrices = {at: params[at].flatten(2) for at in range(0, len(params), 3)}  # [T, out, in], depthwise [T, M, 9]
     value = x.to(_checks.compute_dtype(x))
-    y = normed(torch.einsum("btchw,tmc->btmhw", value, params[0]), 0, pixels).relu()
-    taps = params[3].flatten(0, 1).unsqueeze(1)
+    y = normed(torch.einsum("btchw,tmc->btmhw", value, matrices[0]), 0, pixels).relu()
+    taps = matrices[3].reshape(-1, 1, 3, 3)
     y = F.conv2d(y.flatten(1, 2), taps, padding=1, groups=taps.shape[0]).unflatten(1, (tasks, -1))
     y = normed(y, 3, pixels).relu()
     if gated:
-        gate = normed(torch.einsum("btm,trm->btr", y.mean((-2, -1)), params[6]), 6, (0,)).relu()
-        gate = normed(torch.einsum("btr,tmr->btm", gate, params[9]), 9, (0,)).sigmoid()
+        gate = normed(torch.einsum("btm,trm->btr", y.mean((-2, -1)), matrices[6]), 6, (0,)).relu()
+        gate = normed(torch.einsum("btr,tmr->btm", gate, matrices[9]), 9, (0,)).sigmoid()
         y = y * gate[..., None, None]
     last = len(params) - 3
-    y = value + normed(torch.einsum("btmhw,tcm->btchw", y, params[last]), last, pixels)
+    y = value + normed(torch.einsum("btmhw,tcm->btchw", y, matrices[last]), last, pixels)
     counts = [count // max(1, tasks) for *_, count in found]
     corrected = [var * (n / (n - 1) if n > 1 else 1.0) for (_, var, _), n in zip(found, counts, strict=True)]
     rows = [[mean for mean, *_ in found], [var for _, var, _ in found], corrected]

@@ -114,6 +114,18 @@ def test_as_the_block_of_torchs_layers(se: bool, tasks: int) -> None:
 
 
 @native
+@pytest.mark.usefixtures("backend")
+def test_weights_in_the_shapes_of_convolutions() -> None:
+    x, *params = draw(5, 2, 3, 7, 2, 3, 4)
+    leaves = [p.clone().requires_grad_() for p in params]
+    shaped = [p[:, :, None] if p.dim() == 4 else p[..., None, None] if p.dim() == 3 else p for p in leaves]
+    y, expected = ops.inverted_residual(x, shaped).y, ops.inverted_residual(x, leaves).y
+    assert torch.equal(y, expected)
+    for found, exact in zip(*[torch.autograd.grad(out.sin().sum(), leaves) for out in (y, expected)], strict=True):
+        assert torch.equal(found, exact)
+
+
+@native
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.usefixtures("backend")
 def test_not_finite_as_in_torch(value: float) -> None:
