@@ -208,10 +208,9 @@ void inverted_residual_project(const InvertedResidualArgs<T>& args, int64_t imag
     for (int64_t p = m; p < size; p += args.expanded)
       store_lanes(z + p, norm.relu(load_lanes(from + p, left) - norm.mean) * factor, left);
   });
-  ConvRepeat<T> repeat;
-  if (image + 1 < args.batch) repeat.soon.read[0] = from + args.tasks * size, repeat.soon.read_size = size;
+  if (image + 1 < args.batch) prefetch<0>(from + args.tasks * size, size);  // all of it, as it is read in no order
   multiply(args.pixels(), args.expanded, z, args.project + task * args.expanded * args.narrow_columns,
-           args.narrow_columns, args.channels, y, args.channels, repeat);
+           args.narrow_columns, args.channels, y, args.channels);
   const int64_t unit = index * args.channels;
   pixel_stats(y, args.pixels(), args.channels, args.unit_mean + unit, args.unit_square + unit);
 }
