@@ -258,6 +258,46 @@ template <typename T>
 cudaError_t norm_sum_backward(const T* grad, SumInput<T> input, SumGrads<T> grads, Compute<T>* scratch,
                               unsigned* tickets, SumShape shape, cudaStream_t stream);
 
+// ---- norm_pool.cu: float, double, __half, __nv_bfloat16
+
+// x [B, E, pixels, channels]; scale and shift [E, channels]
+template <typename T>
+struct PoolInput {
+  const T* x;
+  const Compute<T>* scale;
+  const Compute<T>* shift;
+  bool relu;
+};
+
+// out [B, E, channels]
+template <typename T>
+cudaError_t norm_pool_forward(PoolInput<T> input, T* out, SumShape shape, cudaStream_t stream);
+
+// Gradients as the inputs; each may be null. One launch, scratch as for norm_conv.
+template <typename T>
+struct PoolGrads {
+  T* x;
+  Compute<T>* scale;
+  Compute<T>* shift;
+};
+template <typename T>
+Scratch norm_pool_backward_scratch(SumShape shape);
+template <typename T>
+cudaError_t norm_pool_backward(const T* grad, PoolInput<T> input, PoolGrads<T> grads, Compute<T>* scratch,
+                               unsigned* tickets, SumShape shape, cudaStream_t stream);
+
+// ---- entropy_penalty.cu: float, double, __half, __nv_bfloat16
+
+// logits [rows, count] -> total; unless there are rows, it is not written. Scratch as for norm_conv.
+template <typename T>
+Scratch entropy_penalty_forward_scratch(int64_t rows);
+template <typename T>
+cudaError_t entropy_penalty_forward(const T* logits, int64_t rows, int64_t count, Compute<T>* total,
+                                    Compute<T>* scratch, unsigned* tickets, cudaStream_t stream);
+template <typename T>
+cudaError_t entropy_penalty_backward(const Compute<T>* grad, const T* logits, int64_t rows, int64_t count,
+                                     T* grad_logits, cudaStream_t stream);
+
 // ---- batch_affine.cu: float, double
 
 // All [count]; weight, bias: null for 1 and 0. scale = weight / sqrt(var + eps), shift = bias - mean * scale. Running
