@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         part = 0;
       });
   total = sum_of_rows<kChannels>(total, sums);
-  if (place.there && place.row == 0) narrow(total / C(shape.pixels), out + place.image * shape.channels + place.channel);
+  if (!place.there || place.row > 0) return;
+  narrow(total / C(shape.pixels), out + place.image * shape.channels + place.channel);
 }
 
 // Scratch: parts of the gradients of scale and shift, [2, E, B, channels].
