@@ -241,7 +241,7 @@ def row_sums(
 # ---- Launchers
 
 
-def forward_tile(rows: int, templates: int, wide: tl.dtype) -> dict[str, int]:
+def forward_tile(templates: int, wide: tl.dtype) -> dict[str, int]:
     """Larger ones spill registers."""
     if wide == tl.float64:
         return {"BLOCK_L": 16, "BLOCK_K": 16, "BLOCK_P": 64}
@@ -249,13 +249,16 @@ def forward_tile(rows: int, templates: int, wide: tl.dtype) -> dict[str, int]:
 
 
 def backward_tile(rows: int, templates: int, wide: tl.dtype) -> dict[str, Any]:
+    """Beside the blocks, warps and stages."""
     if wide == tl.float64:
-        return {"BLOCK_L": 16, "BLOCK_K": 16, "BLOCK_P": 32, "ONE": rows <= 16}
-    block_l = power(rows, 16, 64)
-    return {
-        "BLOCK_L": block_l, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 4096 // block_l if rows <= 64 else 128,
-        "ONE": rows <= 64,
-    }  # fmt: skip
+        sizes = {"BLOCK_L": 16, "BLOCK_K": 16, "BLOCK_P": 32, "num_warps": 4}
+    else:
+        few = rows <= 16
+        sizes = {
+            "BLOCK_L": 16 if few else 64, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 64,
+            "num_warps": 4 if few else 8,
+        }  # fmt: skip
+    return {**sizes, "ONE": rows <= sizes["BLOCK_L"], "num_stages": 1}
 
 
 #: Of the sums of parts: so many of them, and templates, at once.
@@ -279,7 +282,7 @@ def template_mix_forward(logits: Tensor, bank: Tensor, mixing: int) -> Tensor:
     shared = _arguments(logits, bank, mixing)
     out = bank.new_empty((*logits.shape[:-1], bank.shape[1]))
     if out.numel() > 0:
-        blocks = forward_tile(shared["ROWS"], shared["K"], shared["CT"])
+        blocks = forward_tile(shared["K"], shared["CT"])
         with guard(bank):
             forward_kernel[(triton.cdiv(shared["SIZE"], blocks["BLOCK_P"]),)](out_ptr=out, **shared, **blocks)
     return out
@@ -305,7 +308,7 @@ def template_mix_backward(
     with guard(bank):
         backward_kernel[(parts, triton.cdiv(templates, blocks["BLOCK_K"]))](
             grad_ptr=grad.contiguous(), dbank_ptr=found[1] if needs[1] else None, partials_ptr=partials, share=share,
-            **shared, **blocks,
+            **{**shared, **blocks},
         )  # fmt: skip
         if partials is not None:
             finish_kernel[(rows,)](
@@ -319,25 +322,21 @@ def template_mix_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Of few layers and many; tanh once."""
+    """Of few layers and many."""
     p, w = dtype.pointer, dtype.wide_pointer
-    thrice = TF32_THRICE if dtype.name == "fp32" else IEEE
     found = []
-    for case, rows, templates, mixing in (("l16k4", 16, 4, 0), ("l144k32", 144, 32, 0), ("tanh", 16, 32, 1)):
+    for case, rows, mixing in (("l16-tanh", 16, 1), ("l144", 144, 0)):
         shared = {
-            "logits_ptr": p, "bank_ptr": p, "K": templates, "MIXING": mixing, "PRECISION": thrice,
-            "DT": dtype.element, "CT": dtype.compute,
+            "logits_ptr": p, "bank_ptr": p, "K": 32, "MIXING": mixing,
+            "PRECISION": TF32_THRICE if dtype.name == "fp32" else IEEE, "DT": dtype.element, "CT": dtype.compute,
         }  # fmt: skip
-        forward = {**shared, "out_ptr": p, **forward_tile(rows, templates, dtype.compute)}
-        backward = {
-            **shared, "grad_ptr": p, "dbank_ptr": p, "partials_ptr": w,
-            **backward_tile(rows, templates, dtype.compute),
-        }  # fmt: skip
-        finish = {
-            "partials_ptr": w, "logits_ptr": p, "dlogits_ptr": p, "K": templates, "MIXING": mixing,
-            "CT": dtype.compute, **FINISH_TILE,
-        }  # fmt: skip
+        backward = {**shared, "grad_ptr": p, "dbank_ptr": p, "partials_ptr": w}
+        blocks = backward_tile(rows, 32, dtype.compute)
+        options = {**OPTIONS, "num_warps": blocks.pop("num_warps"), "num_stages": blocks.pop("num_stages")}
+        forward = {**shared, "out_ptr": p, **forward_tile(32, dtype.compute)}
         found.append(Specialisation(forward_kernel, forward, OPTIONS, case, {"PRECISION": IEEE}))
-        found.append(Specialisation(backward_kernel, backward, OPTIONS, case, {"PRECISION": IEEE}))
-        found.append(Specialisation(finish_kernel, finish, OPTIONS, case))
-    return found
+        found.append(Specialisation(backward_kernel, {**backward, **blocks}, options, case, {"PRECISION": IEEE}))
+    finish = {
+        "partials_ptr": w, "logits_ptr": p, "dlogits_ptr": p, "K": 32, "MIXING": 0, "CT": dtype.compute, **FINISH_TILE
+    }  # fmt: skip
+    return [*found, Specialisation(finish_kernel, finish, OPTIONS)]

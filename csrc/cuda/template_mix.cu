@@ -57,11 +57,15 @@ __device__ inline void weights_by_rows(const T* logits, const MixShape& shape, i
   for (int row = threadIdx.x / kWarp; row < group; row += kWarps) {
     const Mixture<T> mixture(first + row < shape.rows ? logits + (first + row) * shape.templates : nullptr,
                              shape.templates, shape.mixing);
-    for (int i = lane; i < steps * 4; i += kWarp) {
+    for (int k = 0; k < steps * kDepth<T>; k += kWarp) {
+      const float own = mixture.weight(k + lane);
       float v[kOfLane<T>];
 #pragma unroll
-      for (int j = 0; j < kOfLane<T>; ++j) v[j] = mixture.weight(i * kOfLane<T> + j);
-      units[unit_at(row, i / 4, steps, i % 4)] = unit_of_weights(v, static_cast<T*>(nullptr));
+      for (int j = 0; j < kOfLane<T>; ++j) v[j] = __shfl_sync(kAllLanes, own, (lane * kOfLane<T> + j) % kWarp);
+      const int i = k / kOfLane<T> + lane;
+      if (lane < kWarp / kOfLane<T> && i < steps * 4) {
+        units[unit_at(row, i / 4, steps, i % 4)] = unit_of_weights(v, static_cast<T*>(nullptr));
+      }
     }
   }
 }

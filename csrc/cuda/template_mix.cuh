@@ -8,21 +8,23 @@ namespace fastmod::cuda {
 __device__ inline float hyperbolic_tangent(float value) { return tanhf(value); }
 __device__ inline double hyperbolic_tangent(double value) { return tanh(value); }
 
-// Of one row of logits. All lanes of a warp call the constructor, and know the same afterwards.
+// Of one row of logits. All lanes of a warp call the constructor, and know the same afterwards but for the logits, of
+// which each has those at lane, lane + 32 and so on: the first is read once.
 template <typename T>
 struct Mixture {
   using C = Compute<T>;
   const T* logits;  // null: all weights are 0
   int64_t count;
   int mixing;
-  C largest, total;
+  C first, largest, total;
 
   __device__ Mixture(const T* row, int64_t count_, int mixing_)
-      : logits(row), count(count_), mixing(mixing_), largest(-INFINITY), total(0) {
-    if (!logits || mixing != kMixSoftmax) return;
+      : logits(row), count(count_), mixing(mixing_), first(0), largest(-INFINITY), total(0) {
     const int lane = threadIdx.x % kWarp;
+    if (logits && lane < count) first = widen(logits[lane]);
+    if (!logits || mixing != kMixSoftmax) return;
     for (int64_t k = lane; k < count; k += kWarp) {
-      const C value = widen(logits[k]);
+      const C value = at(k);
       if (value > largest) largest = value;
     }
 #pragma unroll
@@ -30,13 +32,15 @@ struct Mixture {
       const C other = __shfl_xor_sync(kAllLanes, largest, offset);
       if (other > largest) largest = other;
     }
-    for (int64_t k = lane; k < count; k += kWarp) total += exponential(widen(logits[k]) - largest);  // a NaN is in it
+    for (int64_t k = lane; k < count; k += kWarp) total += exponential(at(k) - largest);  // a NaN is in it
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(kAllLanes, total, offset);
   }
+  __device__ C at(int64_t k) const { return k < kWarp ? first : widen(logits[k]); }
+  // Of one of this lane's templates; 0 beyond the last.
   __device__ C weight(int64_t k) const {
     if (!logits || k >= count) return 0;
-    const C value = widen(logits[k]);
+    const C value = at(k);
     if (mixing == kMixSoftmax) return exponential(value - largest) / total;
     return mixing == kMixTanh ? hyperbolic_tangent(value) : value;
   }
