@@ -249,18 +249,16 @@ def forward_tile(templates: int, wide: tl.dtype) -> dict[str, int]:
 
 
 def backward_tile(rows: int, templates: int, wide: tl.dtype) -> dict[str, Any]:
-    """Beside the blocks, warps and stages."""
-    if wide == tl.float64:
-        sizes = {"BLOCK_L": 16, "BLOCK_K": 16, "BLOCK_P": 32, "num_warps": 4}
-    else:
-        few = rows <= 16
-        sizes = {
-            "BLOCK_L": 16 if few else 64, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 64,
-            "num_warps": 4 if few else 8,
-        }  # fmt: skip
-    return {**sizes, "ONE": rows <= sizes["BLOCK_L"], "num_stages": 1}
+    """Larger ones spill registers: there are two products in the loop."""
+    few = wide == tl.float64
+    return {
+        "BLOCK_L": 16, "BLOCK_K": 16 if few else power(templates, 16, 32), "BLOCK_P": 32 if few else 64,
+        "ONE": rows <= 16,
+    }  # fmt: skip
 
 
+#: What loops load ahead takes shared memory and registers.
+ONE_STAGE = {**OPTIONS, "num_stages": 1}
 #: Of the sums of parts: so many of them, and templates, at once.
 FINISH_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
 
@@ -308,7 +306,7 @@ def template_mix_backward(
     with guard(bank):
         backward_kernel[(parts, triton.cdiv(templates, blocks["BLOCK_K"]))](
             grad_ptr=grad.contiguous(), dbank_ptr=found[1] if needs[1] else None, partials_ptr=partials, share=share,
-            **{**shared, **blocks},
+            **{**shared, **ONE_STAGE}, **blocks,
         )  # fmt: skip
         if partials is not None:
             finish_kernel[(rows,)](
@@ -330,12 +328,12 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             "logits_ptr": p, "bank_ptr": p, "K": 32, "MIXING": mixing,
             "PRECISION": TF32_THRICE if dtype.name == "fp32" else IEEE, "DT": dtype.element, "CT": dtype.compute,
         }  # fmt: skip
-        backward = {**shared, "grad_ptr": p, "dbank_ptr": p, "partials_ptr": w}
-        blocks = backward_tile(rows, 32, dtype.compute)
-        options = {**OPTIONS, "num_warps": blocks.pop("num_warps"), "num_stages": blocks.pop("num_stages")}
+        backward = {
+            **shared, "grad_ptr": p, "dbank_ptr": p, "partials_ptr": w, **backward_tile(rows, 32, dtype.compute)
+        }  # fmt: skip
         forward = {**shared, "out_ptr": p, **forward_tile(32, dtype.compute)}
         found.append(Specialisation(forward_kernel, forward, OPTIONS, case, {"PRECISION": IEEE}))
-        found.append(Specialisation(backward_kernel, {**backward, **blocks}, options, case, {"PRECISION": IEEE}))
+        found.append(Specialisation(backward_kernel, backward, ONE_STAGE, case, {"PRECISION": IEEE}))
     finish = {
         "partials_ptr": w, "logits_ptr": p, "dlogits_ptr": p, "K": 32, "MIXING": 0, "CT": dtype.compute, **FINISH_TILE
     }  # fmt: skip
