@@ -13,7 +13,7 @@ constexpr int kColumns = 32;                  // of a warp in the forward, of a 
 constexpr int kTemplates = 32;                // that a lane holds at a time
 constexpr int kMaxShared = 63 * 1024;         // of the smallest GPU served
 constexpr int kLeastBlocks = 64, kMostBlocks = 1024;
-constexpr double kOverhead = 0.045;           // of all bytes: what blocks may read and write beside bank and gradient
+constexpr double kOverhead = 0.045;           // what blocks may read and write beside bank and gradients, of all bytes
 
 __host__ __device__ inline int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -301,8 +301,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- how many blocks, and what fits
 
-int64_t blocks_within(double bytes, double of_each, int64_t most) {
-  const double wanted = kOverhead * bytes / of_each;
+int64_t blocks_within(double numbers, double of_each, int64_t most) {
+  const double wanted = kOverhead * numbers / of_each;
   const int64_t blocks = wanted < kLeastBlocks ? kLeastBlocks
                          : wanted > kMostBlocks ? kMostBlocks
                                                 : static_cast<int64_t>(wanted);
@@ -332,7 +332,8 @@ template <typename T>
 int64_t backward_parts(const MixShape& shape) {
   if (!backward_fits<T>(shape)) return plain_mix_parts<T>(shape);
   const double numbers = static_cast<double>(shape.rows + 2 * shape.templates) * static_cast<double>(shape.size);
-  const auto each = 3 * static_cast<double>(shape.rows * shape.templates);  // logits, parts written, parts read
+  constexpr double kPartial = static_cast<double>(sizeof(Compute<T>)) / sizeof(T);
+  const double each = (1 + 2 * kPartial) * static_cast<double>(shape.rows * shape.templates);  // logits, parts twice
   return blocks_within(numbers, each, (shape.size + kColumns - 1) / kColumns);
 }
 
