@@ -258,6 +258,85 @@ template <typename T>
 cudaError_t norm_sum_backward(const T* grad, SumInput<T> input, SumGrads<T> grads, Compute<T>* scratch,
                               unsigned* tickets, SumShape shape, cudaStream_t stream);
 
+// ---- norm_pool.cu: float, double, __half, __nv_bfloat16
+
+// x [B, E, pixels, channels]; scale and shift [E, channels]
+template <typename T>
+struct PoolInput {
+  const T* x;
+  const Compute<T>* scale;
+  const Compute<T>* shift;
+  bool relu;
+};
+
+// out [B, E, channels]
+template <typename T>
+cudaError_t norm_pool_forward(PoolInput<T> input, T* out, SumShape shape, cudaStream_t stream);
+
+// Gradients as the inputs; each may be null. One launch, scratch as for norm_conv.
+template <typename T>
+struct PoolGrads {
+  T* x;
+  Compute<T>* scale;
+  Compute<T>* shift;
+};
+template <typename T>
+Scratch norm_pool_backward_scratch(SumShape shape);
+template <typename T>
+cudaError_t norm_pool_backward(const T* grad, PoolInput<T> input, PoolGrads<T> grads, Compute<T>* scratch,
+                               unsigned* tickets, SumShape shape, cudaStream_t stream);
+
+// ---- entropy_penalty.cu: float, double, __half, __nv_bfloat16
+
+// logits [rows, count] -> total; unless there are rows, it is not written. Scratch as for norm_conv.
+template <typename T>
+Scratch entropy_penalty_forward_scratch(int64_t rows);
+template <typename T>
+cudaError_t entropy_penalty_forward(const T* logits, int64_t rows, int64_t count, Compute<T>* total,
+                                    Compute<T>* scratch, unsigned* tickets, cudaStream_t stream);
+template <typename T>
+cudaError_t entropy_penalty_backward(const Compute<T>* grad, const T* logits, int64_t rows, int64_t count,
+                                     T* grad_logits, cudaStream_t stream);
+
+// ---- template_mix.cu, template_mix_plain.cu: float, double, __half, __nv_bfloat16
+
+constexpr int kMixSoftmax = 0, kMixTanh = 1;  // else the logits are the weights
+
+// logits [rows, templates], bank [templates, size]
+struct MixShape {
+  int64_t rows, templates, size;
+  int mixing;
+};
+
+// Numbers of scratch memory, not initialised.
+template <typename T>
+int64_t template_mix_forward_scratch(MixShape shape);
+template <typename T>
+int64_t template_mix_backward_scratch(MixShape shape);
+
+// out [rows, size]. One launch; fp64, and what does not fit, two.
+template <typename T>
+cudaError_t template_mix_forward(const T* logits, const T* bank, T* out, Compute<T>* scratch, MixShape shape,
+                                 cudaStream_t stream);
+// grad [rows, size]; grad_logits and grad_bank: each may be null. Two launches; fp64, and what does not fit, four.
+template <typename T>
+cudaError_t template_mix_backward(const T* grad, const T* logits, const T* bank, T* grad_logits, T* grad_bank,
+                                  Compute<T>* scratch, MixShape shape, cudaStream_t stream);
+
+// ---- cluster_penalty.cu: float, double, __half, __nv_bfloat16
+
+// bank [templates, size] -> table [templates, templates] of squared distances; without size it is not written. Scratch as
+// for norm_conv.
+template <typename T>
+Scratch cluster_penalty_forward_scratch(int64_t templates, int64_t size);
+template <typename T>
+cudaError_t cluster_penalty_forward(const T* bank, double* table, Compute<T>* scratch, unsigned* tickets,
+                                    int64_t templates, int64_t size, cudaStream_t stream);
+// grad as table
+template <typename T>
+cudaError_t cluster_penalty_backward(const double* grad, const T* bank, T* grad_bank, int64_t templates, int64_t size,
+                                     cudaStream_t stream);
+
 // ---- batch_affine.cu: float, double
 
 // All [count]; weight, bias: null for 1 and 0. scale = weight / sqrt(var + eps), shift = bias - mean * scale. Running

@@ -41,6 +41,7 @@ from tests.helpers.cuda_host.checks import (
     random,
 )
 from tests.helpers.cuda_host.masked_linear import MaskedLinear, check_masked_linear
+from tests.helpers.cuda_host.mixtures import check_entropy, check_mix, check_mixtures
 
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
 
@@ -186,6 +187,25 @@ def test_mfnnr_refuses_what_does_not_fit(plain: Harness) -> None:
         assert raised.value.code == 1
 
 
+# ---- norm_pool, template_mix and its penalties
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_mixtures(plain: Harness, dtype: torch.dtype) -> None:
+    check_mixtures(plain, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(215, 32, 40), (3, 700, 40), (4, 1030, 20)], ids=str)
+def test_template_mix_beyond_the_shared_memory(plain: Harness, sizes: tuple[int, int, int]) -> None:
+    """Weights of all rows, the gradient of all rows, weights of sixteen rows."""
+    check_mix(plain, sizes, F32, 0)
+
+
+def test_entropy_of_many_rows(plain: Harness) -> None:
+    """Partial results are added up in two steps."""
+    check_entropy(plain, 16 * 33, 2, F32)
+
+
 # ---- sanitizers: the same checks, on small grids
 
 
@@ -199,6 +219,7 @@ def check_everything(harness: Harness, dtypes: Sequence[torch.dtype]) -> None:
         check_mask(harness, Mask(1028, dtype, samples=2, tau=0.5))
         check_masked_linear(harness, MaskedLinear((34, 66, 37), dtype, pointer=True))
         check_masked_linear(harness, MaskedLinear((5, 9, 68), dtype, tau=0.5, biased=False))
+        check_mixtures(harness, dtype)
     for dtype in (F32, F64):
         check_mfnnr(harness, SMALL_MFNNR._replace(dtype=dtype))
     check_mfnnr(harness, Mfnnr((3, 5, 13, 11), (128,), (), mode=ARGMAX, context=False))

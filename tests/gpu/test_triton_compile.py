@@ -73,10 +73,12 @@ def test_compiles_without_spills(op: str, dtype: str, target: str) -> None:
 
 def on_tensor_cores(name: str, dtype: str) -> bool:
     """The products of two-byte numbers are what tensor cores are for. fp32 is exact without them, or by three products
-    of tf32, as in norm_conv; depthwise convolutions have no products of matrices."""
+    of tf32, as in norm_conv and template_mix; depthwise convolutions have no products of matrices."""
     op, kernel, _ = name.split(".")
     if op == "norm_conv":
         return kernel not in ("stats_kernel", "sums_kernel") and "depthwise" not in name
+    if op == "template_mix":
+        return kernel != "finish_kernel"
     return dtype == "bf16" and op == "masked_linear" and kernel != "thresholds_kernel"
 
 
