@@ -17,6 +17,7 @@ from fastmod import race as race_module
 from fastmod.bench import clock, table
 from fastmod.bench import command as bench_command
 from fastmod.gpu import command as gpu_command
+from fastmod.gpu import report as gpu_report
 from fastmod.runs import command
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command()(command.live)
 app.command()(command.show)
 app.command()(bench_command.bench)
 app.command("compile")(gpu_command.compile_kernels)
+app.command("gpu-report")(gpu_report.gpu_report)
 _COLOURS = {doctor_module.OK: "green", doctor_module.UNAVAILABLE: "dim", doctor_module.FAILED: "bold red"}
 
 

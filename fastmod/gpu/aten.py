@@ -8,10 +8,11 @@ several kernels counts as one; a product added to a matrix, which is copied firs
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import profiler_legacy
 
 #: Ops that read a value of the device on the host, and so wait for it: a CUDA graph refuses them.
@@ -41,6 +42,13 @@ def launches(run: Callable[[], Any]) -> list[str]:
     for event in sorted(tops, key=lambda event: event.time_range.start):
         _walk(event, found)
     return found
+
+
+def of_step(call: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[str]:
+    """Of a call and its backward, the second time."""
+    outputs = call(tensors)
+    grads = [torch.ones_like(out) for out in outputs]
+    return launches(lambda: torch.autograd.grad(call(tensors), tensors, grads, allow_unused=True))
 
 
 def _walk(event: Any, found: list[str]) -> None:

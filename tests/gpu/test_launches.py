@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.helpers import backends
 from tests.helpers.cuda_host import recorder
 
 ROOT = Path(__file__).resolve().parents[2]
+GEOMETRY = launch_table.read_geometry()
 
 
 @pytest.mark.parametrize("row", launch_table.read(), ids=lambda row: f"{row.op} {row.shape} {row.dtype}")
@@ -26,11 +28,22 @@ def test_launches_are_those_of_the_table(row: launch_table.Row) -> None:
     found = recorder.record(shapes.find(f"{row.op} {row.shape}"), launch_table.DTYPES[row.dtype])
     told = f"forward {[each.name for each in found.forward]}, backward {[each.name for each in found.backward]}"
     assert (len(found.forward), len(found.backward)) == (row.forward, row.backward), told
+    geometry = [each for each in GEOMETRY if each[:3] == row[:3]]
+    assert found.geometry(*row[:3]) == geometry, "tools/count_gpu.py --write-launches writes geometry.csv anew"
 
 
 def test_the_table_has_every_shape_and_dtype() -> None:
     expected = {(shape.name, dtype) for shape in shapes.SHAPES for dtype in launch_table.DTYPES}
     assert {(f"{row.op} {row.shape}", row.dtype) for row in launch_table.read()} == expected
+
+
+@pytest.mark.parametrize("row", launch_table.read(), ids=lambda row: f"{row.op} {row.shape} {row.dtype}")
+def test_launches_of_plain_pytorch(row: launch_table.Row) -> None:
+    shape = shapes.find(f"{row.op} {row.shape}")
+    if shape.plain is None:
+        assert row.eager is None
+    elif math.prod(shape.shapes[0]) <= 200_000:  # larger ones launch the same and take long
+        assert len(aten.of_step(shape.plain, shape.tensors(dtype=launch_table.DTYPES[row.dtype]))) == row.eager
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.op} {sample.label}")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -21,6 +23,7 @@ import torch
 
 import fastmod
 from fastmod.gpu import aten, cuda_part
+from fastmod.gpu.launch_table import Geometry
 from fastmod.samples import Sample
 from tests.helpers import backends
 from tests.helpers.cuda_host import build_bindings
@@ -70,6 +73,12 @@ class Launch(NamedTuple):
 class Recording(NamedTuple):
     forward: list[Launch]
     backward: list[Launch]
+
+    def geometry(self, op: str, shape: str, dtype: str) -> list[Geometry]:
+        """Our launches, those of one size together, in the order of the first."""
+        sizes = [(launch.name, math.prod(launch.grid), math.prod(launch.block), launch.dynamic)
+                 for half in self for launch in half if not launch.name.startswith("aten::")]  # fmt: skip
+        return [Geometry(op, shape, dtype, each[0], count, *each[1:]) for each, count in Counter(sizes).items()]
 
 
 #: Told of a launch while its memory is alive.
@@ -158,20 +167,39 @@ def served(op: str) -> bool:
     return op in ("smfr", "masked_conv2d") or f"{op}_forward" in backends.host_bindings()
 
 
-def record(
-    sample: Sample, dtype: torch.dtype = torch.float32, listener: Listener | None = None, captured: bool = False
-) -> Recording:
-    """Of one call and its backward, every tensor with a gradient; of the second call, as what is kept is there then."""
-    tensors = sample.tensors(dtype=dtype)
-    found: list[Sequence[torch.Tensor]] = []
+@contextlib.contextmanager
+def on_the_harness(op: str) -> Iterator[None]:
+    """An op goes the way that it goes on a GPU."""
     linear = import_module("fastmod.ops.masked_linear")
     with contextlib.ExitStack() as stack:
         stack.enter_context(backends._cuda_host(direct=True))
         stack.enter_context(mock.patch.object(linear, "row_limit", return_value=linear.ROWS_ON_GPU))
-        stack.enter_context(fastmod.use_backend("native" if served(sample.op) else "reference"))
+        stack.enter_context(fastmod.use_backend("native" if served(op) else "reference"))
+        yield
+
+
+def record(sample: Sample, dtype: torch.dtype = torch.float32, captured: bool = False) -> Recording:
+    """Of one call and its backward, every tensor with a gradient; of the second call, as what is kept is there then."""
+    tensors = sample.tensors(dtype=dtype)
+    found: list[Sequence[torch.Tensor]] = []
+    with on_the_harness(sample.op):
         capture(lambda: found.append(sample.call(tensors)))
         grads = [torch.ones_like(out) for out in found[0]]
         capture(lambda: torch.autograd.grad(found[0], tensors, grads))
-        forward = capture(lambda: found.append(sample.call(tensors)), listener, captured)
-        backward = capture(lambda: torch.autograd.grad(found[1], tensors, grads), listener, captured)
+        forward = capture(lambda: found.append(sample.call(tensors)), captured=captured)
+        backward = capture(lambda: torch.autograd.grad(found[1], tensors, grads), captured=captured)
     return Recording(forward, backward)
+
+
+def results(sample: Sample, tensors: Sequence[torch.Tensor], listener: Listener) -> list[torch.Tensor]:
+    """Outputs and gradients (of their sum) as ``listener`` leaves them, which computes what each launch would."""
+    found: list[torch.Tensor] = []
+
+    def run() -> None:
+        outputs = sample.call(tensors)
+        grads = [torch.ones_like(out) for out in outputs]
+        found.extend([*outputs, *torch.autograd.grad(outputs, tensors, grads)])
+
+    with on_the_harness(sample.op):
+        capture(run, listener)
+    return found
