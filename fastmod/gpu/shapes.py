@@ -38,8 +38,10 @@ class Shape(Sample):
         for i, value in enumerate(values):
             wide = i in self.wide and dtype.itemsize == 2
             scale = value.shape[1] ** -0.5 if self.op in ("smfr", "mfnnr") and value.dim() == 2 else 1.0
-            if wide or scale != 1.0:
-                values[i] = (value.detach().to(torch.float32 if wide else dtype) * scale).requires_grad_()
+            variance = self.op == "batch_affine" and i == 1
+            if wide or variance or scale != 1.0:
+                made = value.detach().to(torch.float32 if wide else dtype) * scale
+                values[i] = (made.square() + 0.5 if variance else made).requires_grad_()
         return values
 
     def bytes_moved(self, dtype: torch.dtype) -> tuple[int, int]:
@@ -206,7 +208,6 @@ def template_mix(rows: int, templates: int, size: int) -> Shape:
 
 
 def _batch_affine(t: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Here in place of the variance stands any number: no more than counts and times are asked for."""
     return list(ops.batch_affine(t[0], t[1], t[2], t[3], count=1024, training=True))
 
 
