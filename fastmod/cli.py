@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import torch
@@ -17,6 +19,7 @@ from fastmod import race as race_module
 from fastmod.bench import clock, table
 from fastmod.bench import command as bench_command
 from fastmod.gpu import command as gpu_command
+from fastmod.gpu import report as gpu_report
 from fastmod.runs import command
 
 app = typer.Typer(
@@ -32,6 +35,7 @@ app.command()(command.live)
 app.command()(command.show)
 app.command()(bench_command.bench)
 app.command("compile")(gpu_command.compile_kernels)
+app.command("gpu-report")(gpu_report.gpu_report)
 _COLOURS = {doctor_module.OK: "green", doctor_module.UNAVAILABLE: "dim", doctor_module.FAILED: "bold red"}
 
 
@@ -53,14 +57,39 @@ def _options(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable report.")] = False,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="JSON with values, launches and times at the papers' shapes too; minutes."),
+    ] = False,
+    op: Annotated[list[str] | None, typer.Option(help="Of --full: only this op; repeat for several.")] = None,
 ) -> None:
-    """Show versions and build, run every op on every backend; exit 1 when something that should work does not."""
+    """Show versions and build, run every op on every backend; exit 1 when something that should work does not.
+
+    On a machine with a GPU, `fastmod doctor --full > report.json` is the one file to send in."""
     report = doctor_module.examine()
+    if full:
+        raise typer.Exit(_full(report, op or []))
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
         _show(report)
     raise typer.Exit(0 if report.healthy else 1)
+
+
+def _full(report: doctor_module.Report, ops: list[str]) -> int:
+    from fastmod.gpu import measure
+
+    known = sorted({shape.op for shape in measure.SHAPES})
+    for name in ops:
+        if name not in known:
+            Console(stderr=True).print(f"error: --op {name}: expected one of {', '.join(known)}", markup=False)
+            return 2
+    rows = [asdict(row) for row in measure.measured(ops, lambda name: print(name, "...", file=sys.stderr, flush=True))]
+    told = {**report.as_dict(), "graph_noise": measure.fresh_noise(), "measured": rows}
+    print(json.dumps(told, indent=1))
+    stale = [name for name, fresh in told["graph_noise"].items() if fresh is not True]
+    bad = [row for row in rows if row["problem"] or row["graph_problem"]]
+    return 0 if report.healthy and not bad and not stale else 1
 
 
 def _show(report: doctor_module.Report) -> None:

@@ -55,7 +55,12 @@ def gumbel(seed: Tensor, shape: torch.Size, *, stream: int, dtype: torch.dtype, 
 
 
 def seed_tensor(seed: int | Tensor | None, device: torch.device, name: str = "seed") -> Tensor:
-    """The seed as an int64 0-d tensor; ``None`` draws one from torch's generator, so ``torch.manual_seed`` rules."""
+    """The seed as an int64 0-d tensor on ``device``; ``None`` draws one from torch's generator, so
+    ``torch.manual_seed`` rules.
+
+    Nothing waits for the device, so that a CUDA graph can hold it: a replay draws anew from a seed of ``None``, reads a
+    tensor on the device as it then is, and repeats an int and a tensor that was on the CPU, which is copied.
+    """
     if seed is None:
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
@@ -65,9 +70,9 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device, name: str = "se
             )
         if seed.device not in (device, torch.device("cpu")):
             raise RuntimeError(f"{name}: expected a tensor on {device} or on the CPU, got one on {seed.device}")
-        return seed
+        return seed if seed.device == device else seed.to(device)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"{name}: expected an int or an int64 0-d tensor, got {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"{name}: expected an int that fits in 64 bits, got {seed}")
-    return torch.tensor(seed, dtype=torch.int64)
+    return torch.full((), seed, dtype=torch.int64, device=device)

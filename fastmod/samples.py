@@ -39,7 +39,7 @@ class Sample:
         return named + [(f"gradient {i}", grad) for i, grad in enumerate(found)]
 
 
-def _fnn_shapes(*sizes: int) -> tuple[tuple[int, ...], ...]:
+def fnn_shapes(*sizes: int) -> tuple[tuple[int, ...], ...]:
     return tuple(shape for i, o in pairwise(sizes) for shape in ((o, i), (o,)))
 
 
@@ -61,14 +61,14 @@ def _mfnnr(label: str, route: Sequence[int], update: Sequence[int], m: int, d: i
         )
         return [result.out, result.penalty]
 
-    return Sample("mfnnr", label, ((3, m, d), *_fnn_shapes(*route), *_fnn_shapes(*update), ()), call)
+    return Sample("mfnnr", label, ((3, m, d), *fnn_shapes(*route), *fnn_shapes(*update), ()), call)
 
 
 def _smfr(label: str, counts: Sequence[int], d: int, hidden: int, mode: str) -> Sample:
     """Tensors: x, then both FNNs of every layer, then the temperatures."""
     shapes: list[tuple[int, ...]] = [(3, counts[0], d)]
     for m, n in pairwise(counts):
-        shapes += _fnn_shapes(m * d, hidden, m * n) + _fnn_shapes((n + m) * d, hidden, n * d + n)
+        shapes += fnn_shapes(m * d, hidden, m * n) + fnn_shapes((n + m) * d, hidden, n * d + n)
     depth = len(counts) - 1
 
     def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -48,12 +48,8 @@ def routing_args(tau: Tensor | None, tau_value: float, seed: Tensor | None, mode
 
 
 def seed_args(seed: Tensor | None) -> dict[str, Any]:
-    """The arguments of :func:`key`, by pointer or by value."""
-    by_value = seed is not None and seed.device.type == "cpu"
-    return {
-        "seed_ptr": None if by_value else seed,
-        "seed_value": int(seed.item()) if seed is not None and by_value else 0,
-    }
+    """The arguments of :func:`key`. Always by pointer: a captured CUDA graph reads the seed anew at every replay."""
+    return {"seed_ptr": seed, "seed_value": 0}
 
 
 @triton.jit

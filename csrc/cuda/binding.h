@@ -59,45 +59,37 @@ void dispatch_wide(at::ScalarType type, Run&& run) {
 template <typename Pointer>
 using Element = std::remove_pointer_t<Pointer>;
 
-// tau and seed as the kernels want them: by pointer where they live on the device, so that nothing waits for the GPU.
+// Kernels read the seed where it lives, so that nothing waits for the GPU and a CUDA graph reads it at every replay.
+inline const int64_t* seed_on_device(const Tensor& like, const Tensor& seed) {
+  TORCH_CHECK(seed.device() == like.device(), "seed: expected device ", like.device(), ", got ", seed.device());
+  return data<int64_t>(seed);
+}
+
+// tau and seed as the kernels want them, both by pointer if they are tensors.
 struct RoutingArguments {
   int mode;
   double tau_value;
-  Tensor tau, device_seed;
-  int64_t host_seed = 0;
+  Tensor tau;
+  const int64_t* seed = nullptr;
 
-  RoutingArguments(const Tensor& like, const OptionalTensor& tau_, double tau_value_, const OptionalTensor& seed,
+  RoutingArguments(const Tensor& like, const OptionalTensor& tau_, double tau_value_, const OptionalTensor& seed_,
                    int64_t mode_)
       : mode(static_cast<int>(mode_)), tau_value(tau_value_) {
-    check_routing(tau_, tau_value_, seed, mode_);
+    check_routing(tau_, tau_value_, seed_, mode_);
     if (tau_) {
       TORCH_CHECK(tau_->device() == like.device(), "tau: expected device ", like.device(), ", got ", tau_->device());
       tau = tau_->to(compute_type(like));
     }
-    if (mode != kGumbel) return;
-    if (seed->is_cpu()) {
-      host_seed = seed->item<int64_t>();
-    } else {
-      TORCH_CHECK(seed->device() == like.device(), "seed: expected device ", like.device(), ", got ", seed->device());
-      device_seed = *seed;
-    }
+    if (mode == kGumbel) seed = seed_on_device(like, *seed_);
   }
   template <typename C>
   Routing<C> as() const {
-    return {mode, data<C>(tau), static_cast<C>(tau_value), data<int64_t>(device_seed), host_seed};
+    return {mode, data<C>(tau), static_cast<C>(tau_value), seed, 0};
   }
 };
 
-// Shares the seed's rule with RoutingArguments: by pointer where it lives on the device.
 inline MaskNoise mask_noise(const Tensor& like, int64_t first, int64_t samples, const Tensor& seed, int64_t stream) {
-  MaskNoise noise{first, samples, static_cast<uint32_t>(stream), nullptr, 0};
-  if (seed.is_cpu()) {
-    noise.seed_value = seed.item<int64_t>();
-  } else {
-    TORCH_CHECK(seed.device() == like.device(), "seed: expected device ", like.device(), ", got ", seed.device());
-    noise.seed = data<int64_t>(seed);
-  }
-  return noise;
+  return {first, samples, static_cast<uint32_t>(stream), seed_on_device(like, seed), 0};
 }
 
 // Undefined for none.

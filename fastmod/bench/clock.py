@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
@@ -91,7 +92,7 @@ def worst_error(steps: Mapping[str, Step], reference: str = "eager") -> float:
 
 
 def interleaved(
-    steps: Mapping[str, Step], *, seconds: float = 1.5, least: int = 30, per_call: int = 1
+    steps: Mapping[str, Step], *, seconds: float = 1.5, least: int = 30, per_call: int = 1, device: str = "cpu"
 ) -> dict[str, Times]:
     """Quartiles of the seconds per step.
 
@@ -102,10 +103,13 @@ def interleaved(
         seconds: per contender.
         least: timed calls of each, however long they take.
         per_call: how many steps one call holds.
+        device: where they run; a step on a GPU ends when the GPU has done it.
     """
+    wait = torch.cuda.synchronize if device == "cuda" else _nothing
     for step in steps.values():
         for _ in range(5):
             step()
+    wait()
     found: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds * len(steps)
     order = list(steps)
@@ -115,8 +119,10 @@ def interleaved(
         for name in order:
             steps[name]()  # not timed: it meets the caches and the still spinning threads of the one before
             for _ in range(_TURN):
+                wait()
                 start = time.perf_counter()
                 steps[name]()
+                wait()
                 found[name].append(time.perf_counter() - start)
     return {name: _quartiles(values, per_call) for name, values in found.items()}
 
@@ -127,8 +133,17 @@ def _quartiles(values: list[float], per_call: int) -> Times:
     return Times(lower, median, upper, len(values) * per_call)
 
 
-def run(case: Case, *, compiled: bool, seconds: float = 1.5, tolerance: float = TOLERANCE) -> Result:
-    steps = case.steps(compiled=compiled and case.compiles)
-    error = worst_error(steps)
-    times = interleaved(steps, seconds=seconds, per_call=case.per_call) if error <= tolerance else {}
+def _nothing() -> None:
+    pass
+
+
+def run(
+    case: Case, *, compiled: bool, seconds: float = 1.5, tolerance: float = TOLERANCE, device: str = "cpu"
+) -> Result:
+    # New tensors and modules live there. Not while steps are timed: it slows every call of torch down.
+    with torch.device(device) if device != "cpu" else contextlib.nullcontext():
+        steps = case.steps(compiled=compiled and case.compiles)
+        error = worst_error(steps)
+    within = error <= tolerance
+    times = interleaved(steps, seconds=seconds, per_call=case.per_call, device=device) if within else {}
     return Result(case.op, case.label, case.target, error, tolerance, times)

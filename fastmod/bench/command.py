@@ -32,6 +32,7 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Time per case and contender.")] = 3.0,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave torch.compile out.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    device: Annotated[str, typer.Option(help="cpu or cuda: where the steps run.")] = "cpu",
     as_report: Annotated[bool, typer.Option("--report", help="Measure nothing: write docs/speed.md anew.")] = False,
 ) -> None:
     """Race every op (forward + backward) against eager PyTorch and torch.compile; results are checked equal first.
@@ -46,9 +47,10 @@ def bench(
             _say(f"wrote {report.write(top)}")
             return
         _check_seconds(seconds)
+        check_device(device)
         cases = checkout.chosen(checkout.cases(), words or [])
         torch.set_num_threads(threads)
-        started = record.begin(top, seconds)
+        started = record.begin(top, seconds, device)
         file = out or (record.default_file(top / report.FOLDER, started) if save else None)
         if file is not None:
             record.check_place(file)  # better known now than after the first case
@@ -57,7 +59,7 @@ def bench(
             if file is not None:
                 record.write(file, started.extended(results))
 
-        results = measured(cases, compiled=not no_compile, seconds=seconds, after_each=keep)
+        results = measured(cases, compiled=not no_compile, seconds=seconds, after_each=keep, device=device)
     except BenchError as error:
         _say(f"error: {error}", _errors)
         raise typer.Exit(2) from None
@@ -74,7 +76,12 @@ def bench(
 
 
 def measured(
-    cases: Sequence[Case], *, compiled: bool, seconds: float, after_each: Callable[[Sequence[Result]], None]
+    cases: Sequence[Case],
+    *,
+    compiled: bool,
+    seconds: float,
+    after_each: Callable[[Sequence[Result]], None],
+    device: str = "cpu",
 ) -> list[Result]:
     """The cases in turn. ``after_each`` gets what there is so far: a run takes long and may be stopped."""
     results: list[Result] = []
@@ -82,9 +89,17 @@ def measured(
         _say(f"{case.name} ...", _errors)
         if compiled:
             torch._dynamo.reset()  # else it would compile for changing sizes, which is slower
-        results.append(clock.run(case, compiled=compiled, seconds=seconds))
+        results.append(clock.run(case, compiled=compiled, seconds=seconds, device=device))
         after_each(results)
     return results
+
+
+def check_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise BenchError(f"--device: expected cpu or cuda, got {device}")
+    if device == "cuda" and not torch.cuda.is_available():
+        why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds none"
+        raise BenchError(f"--device cuda: expected a GPU, but {why}")
 
 
 def _check_seconds(seconds: float) -> None:

@@ -50,7 +50,7 @@ class Record:
         return replace(self, results=tuple(results))
 
 
-def begin(top: Path, seconds: float) -> Record:
+def begin(top: Path, seconds: float, device: str = "cpu") -> Record:
     """A record of this moment, machine and code, without results."""
     sha, dirty = commit(top)
     now = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
@@ -60,19 +60,21 @@ def begin(top: Path, seconds: float) -> Record:
         dirty=dirty,
         fastmod=fastmod.__version__,
         torch=torch.__version__,
-        machine=this_machine(),
+        machine=this_machine(device),
         isa=doctor.extension_state()[1],
         threads=torch.get_num_threads(),
         seconds=seconds,
     )
 
 
-def this_machine() -> Machine:
+def this_machine(device: str = "cpu") -> Machine:
+    """Named after what the steps run on."""
     try:
         system = platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         system = f"{platform.system()} {platform.release()}"
-    return Machine(_cpu(), _cores(), f"{system} {platform.machine()}")
+    name = f"{torch.cuda.get_device_name()} with {_cpu()}" if device == "cuda" else _cpu()
+    return Machine(name, _cores(), f"{system} {platform.machine()}")
 
 
 def _cpu() -> str:

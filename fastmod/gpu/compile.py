@@ -37,9 +37,15 @@ Listener = Callable[[int, int, str], None]
 
 
 def build(
-    names: Sequence[str], folder: Path, *, jobs: int = 1, ops: Sequence[str] = (), listener: Listener | None = None
+    names: Sequence[str],
+    folder: Path,
+    *,
+    jobs: int = 1,
+    ops: Sequence[str] = (),
+    triton: bool = True,
+    listener: Listener | None = None,
 ) -> Report:
-    """Compile for the targets ``names`` into ``folder``. ``ops``: only the kernels of these."""
+    """Compile for the targets ``names`` into ``folder``. ``ops``: only the kernels of these; ``triton``: also its."""
     targets = [find(name) for name in dict.fromkeys(names)]
     tools.triton()  # before anything imports a kernel
     for target in targets:
@@ -47,7 +53,7 @@ def build(
             tools.cuobjdump()
             tools.ptxas(target)
     report = Report()
-    wanted = list(_jobs(targets, ops, report))
+    wanted = [job for job in _jobs(targets, ops, report) if triton or job.source != "triton"]
     folder.mkdir(parents=True, exist_ok=True)
     current = _still_good(folder)
     missing = [job for job in wanted if job not in current]

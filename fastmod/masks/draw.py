@@ -43,6 +43,7 @@ class Draw:
         logits = logits if logits.dtype == weight.dtype else logits.to(weight.dtype)
         if noise.transposed:
             weight, logits = weight.t().contiguous(), logits.t().contiguous()
+        seed = seed if seed.device == weight.device else seed.to(weight.device)  # a net on several devices
         self.weight, self.logits, self.seed, self.tau = weight, logits, seed, tau
         self.stream, self.transposed = noise.stream, noise.transposed
         self.samples, self.first, self._hiding = samples, first, hiding

@@ -241,7 +241,9 @@ class MaskedModel(nn.Module):
 
     def _by_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = inputs.Batch(self._places, self.model, args, kwargs, self._samples)
-        seeds = torch.randint(0, 2**63 - 1, (max(len(self._names), 1),), dtype=torch.int64).unbind()
+        device = next((logits.device for _, logits in self.named_logits()), torch.device("cpu"))
+        # On the device, so that nothing waits for it and a CUDA graph draws other masks at every replay.
+        seeds = torch.randint(0, 2**63 - 1, (max(len(self._names), 1),), dtype=torch.int64, device=device).unbind()
         run = sampling.Run(
             self.model,
             self._parameters_of_net,

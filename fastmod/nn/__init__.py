@@ -3,6 +3,7 @@
 from fastmod.nn.basic_block import BasicBlock
 from fastmod.nn.compose import Composition, compose_
 from fastmod.nn.compositional import Compositional, logit_groups
+from fastmod.nn.ensemble import Ensemble
 from fastmod.nn.expert_mixture import ExpertMixture
 from fastmod.nn.expert_stack import ExpertStack
 from fastmod.nn.fnnr import FNNR
@@ -22,6 +23,7 @@ __all__ = [
     "BasicBlock",
     "Composition",
     "Compositional",
+    "Ensemble",
     "ExpertMixture",
     "ExpertStack",
     "Fusion",

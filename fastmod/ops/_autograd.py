@@ -145,21 +145,23 @@ def spread(values: Sequence[Any], places: Sequence[int], count: int) -> list[Any
 # ---------------------------------------------------------------------- vmap
 
 
-def _element(argument: Any, dim: Any, index: int) -> Any:
+def _elements(argument: Any, dim: Any, count: int) -> Sequence[Any]:
+    """An argument as each of the ``count`` elements has it. One call of torch a tensor, however many elements."""
     if isinstance(argument, (list, tuple)):
+        if not batched(dim):
+            return [argument] * count
         dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(argument)
-        return [_element(a, d, index) for a, d in zip(argument, dims, strict=True)]
-    return argument if dim is None else argument.select(dim, index)
+        parts = [_elements(a, d, count) for a, d in zip(argument, dims, strict=True)]
+        return [list(each) for each in zip(*parts, strict=True)]
+    return [argument] * count if dim is None else argument.unbind(dim)
 
 
 def by_elements(overload: Any) -> Rule:
     """The rule that always holds: one call per element, so that an element finds its noise as it would alone."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        results = [
-            overload(*[_element(a, d, i) for a, d in zip(arguments, in_dims, strict=True)])
-            for i in range(info.batch_size)
-        ]
+        parts = [_elements(a, d, info.batch_size) for a, d in zip(arguments, in_dims, strict=True)]
+        results = [overload(*each) for each in zip(*parts, strict=True)]
         if isinstance(results[0], Tensor):
             return torch.stack(results), 0
         stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]

@@ -259,7 +259,7 @@ class MaskedLayer(_autograd.Op):
         saved = x, weight, logits, bias, _, seed = ctx.saved_tensors
         if at_once and bias is None and not torch.is_grad_enabled():  # the same, on a short way
             found = geometry.backward_at_once(draws, grad, x, weight, logits, seed, needs=needs[:3])
-            return None, *found, None, None, None
+            return None, *[value if need else None for value, need in zip(found, needs, strict=False)], None, None, None
         numbers = geometry, draws, at_once, needs
         found = iter(_autograd.gradients(_by_kernel, _by_reference, numbers, grad, *saved))
         return None, *[next(found) if need else None for need in needs], None

@@ -120,6 +120,8 @@ def _seed_tensors(mode: str, seeds: Sequence[int | Tensor] | None, layers: int, 
     """One seed per layer of a stack that has noise; of any other, given seeds are checked all the same."""
     if seeds is None and mode != "gumbel":
         return []
+    if seeds is None and device.type != "cpu":  # in one launch
+        return list(torch.randint(0, 2**63 - 1, (layers,), dtype=torch.int64, device=device).unbind())
     chosen: Sequence[int | Tensor | None] = [None] * layers if seeds is None else seeds
     found = [noise.seed_tensor(s, device, f"seeds[{i}]") for i, s in enumerate(chosen)]
     return found if mode == "gumbel" else []

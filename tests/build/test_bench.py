@@ -212,6 +212,7 @@ def test_words() -> None:
         (("nothing-like-it",), "error: WORDS: expected part of an op or a label, got nothing-like-it; ops: "),
         (("--seconds", "0"), "error: --seconds: expected a number above 0, got 0\n"),
         (("--seconds", "nan"), "error: --seconds: expected a number above 0, got nan\n"),
+        (("--device", "tpu"), "error: --device: expected cpu or cuda, got tpu\n"),
         (("--report", "--save"), "error: --report: expected nothing beside it, as it measures nothing\n"),
         (("--out", str(ROOT / "bench")), f"error: --out: expected a file that can be written, got {ROOT / 'bench'}\n"),
     ],
@@ -220,6 +221,26 @@ def test_bad_arguments(tiny: list[Case], threads: list[int], words: tuple[str, .
     done = fastmod("bench", *words)
     assert done.exit_code == 2 and done.stderr.startswith(message), done.output
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told(tiny: list[Case], threads: list[int]) -> None:
+    done = fastmod("bench", "--device", "cuda")
+    assert done.exit_code == 2 and done.stderr.startswith("error: --device cuda: expected a GPU, but "), done.output
+
+
+def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every timed step begins and ends with an idle GPU."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
+
+    def step() -> list[Tensor]:
+        told.append("step")
+        return []
+
+    clock.interleaved({"a": step}, seconds=TINY, least=4, device="cuda")
+    after = told[told.index("wait") + 1 :]  # what comes before it warms up
+    assert after[:5] == ["step", "wait", "step", "wait", "wait"]
 
 
 def test_needs_a_checkout(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from fastmod import _extension, backend, cli, doctor
+from fastmod.gpu import measure
 from fastmod.samples import SAMPLES
 
 run = CliRunner().invoke
@@ -118,3 +120,50 @@ def test_a_stamp_of_another_build_is_a_problem(monkeypatch: pytest.MonkeyPatch) 
     (problem,) = doctor.examine().problems
     assert "compiler" in problem
     assert "pip install" in problem
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_SECONDS", 0.01)
+    monkeypatch.setattr(doctor, "examine", lambda: doctor.Report(doctor.versions(), "", {}, "", [], []))
+
+
+def test_full_report(brief: None) -> None:
+    """One file with values, launches and times; without a GPU, of the CPU."""
+    result = run(cli.app, ["doctor", "--full", "--op", "batch_affine", "--op", "multiplex"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["healthy"] and told["versions"]["torch"] == torch.__version__
+    rows = {(row["op"], row["shape"], row["dtype"], row["contender"]): row for row in told["measured"]}
+    row = rows["multiplex", "B128 M6 N8 D10", "fp32", "native"]
+    assert row["error"] < 1e-5 and row["plain_error"] < 1e-5
+    assert 0 < row["quartiles"][0] <= row["quartiles"][1] <= row["quartiles"][2]
+    assert rows["multiplex", "B128 M6 N8 D10", "fp32", "plain"]["quartiles"]
+    assert rows["multiplex", "B128 M6 N8 D10", "bf16", "native"]["error"] < 0.02
+    assert not any(row["problem"] for row in rows.values())
+    if not torch.cuda.is_available():
+        assert told["graph_noise"] == {} and all(row["launches"] is None for row in rows.values())
+
+
+def test_full_report_tells_what_fails(brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = next(shape for shape in measure.SHAPES if shape.op == "batch_affine")
+
+    def broken(tensors: object) -> list[torch.Tensor]:
+        raise RuntimeError("it does not work\nat all")
+
+    monkeypatch.setattr(measure, "SHAPES", (dataclasses.replace(shape, call=broken),))
+    result = run(cli.app, ["doctor", "--full"])
+    assert result.exit_code == 1
+    problems = {row["contender"]: row["problem"] for row in json.loads(result.stdout)["measured"]}
+    assert problems["native"] == "RuntimeError: it does not work" and problems["plain"] == ""
+
+
+def test_a_wrong_value_is_a_problem() -> None:
+    assert measure.judged(1e-6, 1e-6, torch.float32) == {"error": 1e-6, "plain_error": 1e-6}
+    assert measure.judged(1e-3, 1e-6, torch.float32)["problem"].startswith("off by 1.0e-03")
+    assert "problem" in measure.judged(float("nan"), 1e-6, torch.float32)
+
+
+def test_full_report_of_an_unknown_op(brief: None) -> None:
+    result = run(cli.app, ["doctor", "--full", "--op", "nothing"])
+    assert result.exit_code == 2 and "--op nothing: expected one of batch_affine" in result.stderr

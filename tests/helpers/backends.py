@@ -125,16 +125,19 @@ def host_bindings() -> dict[str, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def _cuda_host() -> Iterator[None]:
-    """The CUDA kernels take the place of the CPU's: the whole path of an op leads to them, autograd and all."""
+def _cuda_host(direct: bool = False) -> Iterator[None]:
+    """The CUDA kernels take the place of the CPU's: the whole path of an op leads to them, autograd and all.
+
+    ``direct``: each call once and nothing compared, for whoever counts what is called."""
     library = torch.library.Library("fastmod", "IMPL")
     tf32 = torch.backends.cudnn.allow_tf32  # on by default, as torch has it for convolutions; here fp32 is meant
     torch.backends.cudnn.allow_tf32 = False
     try:
         with warnings.catch_warnings(action="ignore"):  # of the override, which is the point
             for name, function in host_bindings().items():
-                if name != "set_order":
-                    library.impl(name, partial(in_each_order, name, function), "CPU", allow_override=True)
+                if name not in ("set_order", "forbidden"):
+                    run = with_defaults if direct else in_each_order
+                    library.impl(name, partial(run, name, function), "CPU", allow_override=True)
             # As on a GPU, where a stack has no kernel of its own.
             stack = import_module("fastmod.ops.smfr")
             library.impl("smfr_forward", partial(stack._forward_by_layers, False), "CPU", allow_override=True)
@@ -145,10 +148,19 @@ def _cuda_host() -> Iterator[None]:
         library._destroy()
 
 
-def in_each_order(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    # The dispatcher leaves out arguments that are as the schema has them by default.
+def with_defaults(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments, *left_out(name, len(arguments)))
+
+
+def left_out(name: str, given: int) -> tuple[Any, ...]:
+    """The dispatcher leaves out arguments that are as the schema has them by default."""
     schema = getattr(torch.ops.fastmod, name).default._schema.arguments
-    arguments += tuple(argument.default_value for argument in schema[len(arguments) :])
+    return tuple(argument.default_value for argument in schema[given:])
+
+
+def in_each_order(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    schema = getattr(torch.ops.fastmod, name).default._schema.arguments
+    arguments += left_out(name, len(arguments))
     # What the schema says is written, as running statistics are, begins anew for every order.
     pairs = list(zip(schema, arguments, strict=True))
     state = [t for a, t in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(t, Tensor)]

@@ -435,6 +435,25 @@ void* shared_memory(const void* site, size_t bytes) {
 }
 void* dynamic_shared_memory() { return shared_memory(&dynamic_site, dynamic_bytes); }
 
+namespace {
+Hook hook = nullptr;
+bool graph = false;
+}
+bool capturing() { return graph; }
+Answer ask(const Request& request) {
+  const Answer answer = hook ? static_cast<Answer>(hook(&request)) : kRun;
+  if (answer == kRefuse) failure = "a CUDA graph would refuse this";
+  return answer;
+}
+cudaError_t unsupported_in_a_graph(const char* name) {
+  return ask({name, nullptr, {}, {}, 0, nullptr, 0, nullptr, nullptr}) == kRun ? cudaSuccess
+                                                                              : cudaErrorStreamCaptureUnsupported;
+}
+extern "C" __attribute__((visibility("default"))) void cuda_host_set_hook(Hook told, int captured) {
+  hook = told;
+  graph = captured != 0;
+}
+
 cudaError_t launch(dim3 grid, dim3 block, size_t dynamic, const std::function<void()>& kernel) {
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
   if (grid.x == 0 || grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535 ||

@@ -7,6 +7,8 @@
 //   - a warp operation that a lane of its mask does not take part in,
 //   - more shared memory than a block may have: static 48 KB, with dynamic memory 64 KB, the least of all targets,
 //   - a cp.async that is misaligned or of a size that does not exist.
+// A hook is told of every launch, with the bytes of its arguments, and may let it run, leave it out or refuse it: that
+// is how launches are counted, and how what a CUDA graph would refuse is found (recorder.py).
 // An asynchronous copy fills its target with NaN when it is issued and with the values when its thread waits for it, so
 // that neither a missing wait nor a target still in use by others goes unseen. A matrix product truncates its operands
 // and rounds its sums towards zero, as tensor cores do. ASan finds what is out of bounds, in global memory and in each
@@ -19,6 +21,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <tuple>
 
 #define __global__
 #define __device__
@@ -37,6 +40,7 @@ enum cudaError_t : int {
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorLaunchFailure = 719,
+  cudaErrorStreamCaptureUnsupported = 900,
 };
 
 namespace cuda_host {
@@ -49,6 +53,26 @@ extern dim3 grid_size, block_size;
 
 cudaError_t launch(dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<void()>& kernel);
 const char* message();
+
+// `file` with the launch, or the name of a function of the CUDA runtime with a null kernel.
+struct Request {
+  const char* file;
+  const void* kernel;
+  dim3 grid, block;
+  size_t dynamic_bytes;
+  cudaStream_t stream;
+  int arguments;
+  const size_t* sizes;
+  const void* const* values;
+};
+enum Answer : int { kRun = 0, kLeaveOut = 1, kRefuse = 2 };
+using Hook = int (*)(const Request*);
+Answer ask(const Request& request);
+// Of the bindings; none of a launch function called directly.
+inline cudaStream_t current_stream() { return reinterpret_cast<cudaStream_t>(uintptr_t(64)); }
+cudaError_t unsupported_in_a_graph(const char* name);
+bool capturing();
+
 void set_order(uint64_t seed);
 
 // One allocation per declaration (`site`) and block.
@@ -79,6 +103,26 @@ inline void wait_async(int groups_left) {
     std::memset(copy.target, 0, static_cast<size_t>(copy.bytes));
     if (copy.valid > 0) std::memcpy(copy.target, copy.source, static_cast<size_t>(copy.valid));
   }
+}
+
+// Arguments become what the kernel's parameters are, once, as in a real launch.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(const char* file, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_bytes,
+                          cudaStream_t stream, const Arguments&... arguments) {
+  const std::tuple<Parameters...> parameters(arguments...);
+  return std::apply(
+      [&](const Parameters&... each) {
+        const size_t sizes[] = {sizeof(Parameters)...};
+        const void* const values[] = {static_cast<const void*>(&each)...};
+        const void* address = reinterpret_cast<const void*>(kernel);
+        const int count = static_cast<int>(sizeof...(Parameters));
+        switch (ask({file, address, grid, block, dynamic_bytes, stream, count, sizes, values})) {
+          case kLeaveOut: return cudaSuccess;
+          case kRefuse: return cudaErrorStreamCaptureUnsupported;
+          default: return launch(grid, block, dynamic_bytes, [&] { kernel(each...); });
+        }
+      },
+      parameters);
 }
 
 unsigned atomic_add(unsigned* address, unsigned value);
@@ -121,6 +165,13 @@ float bfloat16_value(uint16_t bits);
 #define __shfl_up_sync(mask, value, offset) \
   ::cuda_host::shuffle(mask, value, ::cuda_host::lane_or_own(::cuda_host::lane() - (offset)), __LINE__)
 
+// Nothing of ours calls these; where it did, a captured graph would fail.
+inline cudaError_t cudaDeviceSynchronize() { return cuda_host::unsupported_in_a_graph("cudaDeviceSynchronize"); }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return cuda_host::unsupported_in_a_graph("cudaStreamSynchronize");
+}
+inline cudaError_t cudaMalloc(void**, size_t) { return cuda_host::unsupported_in_a_graph("cudaMalloc"); }
+
 // What a thread wrote before its last __threadfence is ordered before its atomics: TSan sees one that is missing there.
 // A fence missing after the atomic goes unseen.
 inline unsigned atomicAdd(unsigned* address, unsigned value) { return cuda_host::atomic_add(address, value); }
@@ -162,7 +213,7 @@ struct alignas(16) uint4 {
 #define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \
   FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, 0, stream, __VA_ARGS__)
 #define FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, bytes, stream, ...) \
-  (static_cast<void>(stream), ::cuda_host::launch(grid, block, bytes, [&] { kernel(__VA_ARGS__); }))
+  ::cuda_host::launch_kernel(__FILE__, kernel, grid, block, bytes, stream, __VA_ARGS__)
 #define FASTMOD_DYNAMIC_SHARED(name) \
   unsigned char* const name = static_cast<unsigned char*>(::cuda_host::dynamic_shared_memory())
 #define FASTMOD_SHARED(type, name, size) \

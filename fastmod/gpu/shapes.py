@@ -1,0 +1,249 @@
+"""The papers' shapes of every op: what launches, bytes, multiply-adds and times are told of."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmod import ops
+from fastmod.bench import baselines
+from fastmod.samples import Sample, fnn_shapes
+
+Call = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Shape(Sample):
+    """``label`` is what tables show; without commas, as they are also csv."""
+
+    products: int = 0  # multiply-adds of the forward that are matrix products; the backward has twice as many
+    wide: tuple[int, ...] = ()  # tensors that are fp32 where others are bf16 or fp16: those of batch norm
+    #: The same as one writes it without fastmod: what is launched, not what comes out where there is noise.
+    plain: Call | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.label}"
+
+    def tensors(self, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+        """Matrices of an FNN are as large as a layer's own: else a stack of them would be chaotic."""
+        values = super().tensors(dtype=dtype, device=device, seed=seed)
+        for i, value in enumerate(values):
+            wide = i in self.wide and dtype.itemsize == 2
+            scale = value.shape[1] ** -0.5 if self.op in ("smfr", "mfnnr") and value.dim() == 2 else 1.0
+            variance = self.op == "batch_affine" and i == 1
+            if wide or variance or scale != 1.0:
+                made = value.detach().to(torch.float32 if wide else dtype) * scale
+                values[i] = (made.square() + 0.5 if variance else made).requires_grad_()
+        return values
+
+    def bytes_moved(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Of forward and backward, if every input is read once and every result written once."""
+        kinds = [torch.float32 if i in self.wide else dtype for i in range(len(self.shapes))]
+        tensors = [torch.empty(size, dtype=kind, device="meta") for size, kind in zip(self.shapes, kinds, strict=True)]
+        inputs, outputs = (sum(value.nbytes for value in some) for some in (tensors, self.call(tensors)))
+        return inputs + outputs, 2 * inputs + outputs
+
+
+@functools.cache
+def seed_on(device: torch.device) -> Tensor:
+    """One that lives on the device already, as that of a layer does."""
+    return torch.full((), 7, dtype=torch.int64, device=device)
+
+
+def _seed(tensors: Sequence[Tensor]) -> Tensor:
+    return seed_on(tensors[0].device)
+
+
+def smfr(batch: int, counts: Sequence[int], d: int, hidden: Sequence[int], mode: str = "softmax") -> Shape:
+    """Tensors: x, then both FNNs of every layer."""
+    shapes: list[tuple[int, ...]] = [(batch, counts[0], d)]
+    products = 0
+    for m, n in pairwise(counts):
+        fnns = fnn_shapes(m * d, *hidden, m * n) + fnn_shapes((n + m) * d, *hidden, n * d + n)
+        shapes += fnns
+        products += batch * (sum(math.prod(shape) for shape in fnns if len(shape) == 2) + m * n * d)
+    each = 2 * (len(hidden) + 1)
+    starts = range(1, len(shapes), 2 * each)
+
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        layers = [(t[at : at + each], t[at + each : at + 2 * each]) for at in starts]
+        seeds = [_seed(t)] * len(layers) if mode == "gumbel" else None
+        if len(layers) == 1:
+            single = ops.mfnnr(t[0], *layers[0], mode=mode, seed=None if seeds is None else seeds[0])
+            return [single.out, single.penalty]
+        found = ops.smfr(t[0], layers, mode=mode, seeds=seeds)
+        return [found.out, found.penalty]
+
+    inner = f"w{counts[1]} d{len(counts) - 2}" if len(counts) > 2 else ""
+    parts = [f"{counts[0]} to {counts[-1]} D{d}", inner, f"h{'+'.join(map(str, hidden))}", f"B{batch}"]
+    label = " ".join(part for part in parts if part) + (f" {mode}" if mode != "softmax" else "")
+
+    @functools.cache
+    def stack() -> list[baselines.MFNNR]:
+        options: dict[str, Any] = {"hidden": hidden[0], "layers": len(hidden), "threshold": 20.0}
+        with torch.device("meta"):
+            return [baselines.MFNNR(m, n, d, **options) for m, n in pairwise(counts)]
+
+    def plain(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, total = t[0], None
+        for layer, at in zip(stack(), starts, strict=True):
+            named = dict(zip([name for name, _ in layer.named_parameters()], t[at : at + 2 * each], strict=True))
+            x, penalty = torch.func.functional_call(layer, named, (x,))
+            total = penalty if total is None else total + penalty
+        assert total is not None
+        return [x, total]
+
+    op = "smfr" if len(counts) > 2 else "mfnnr"
+    return Shape(op, label, tuple(shapes), call, products, (), plain if mode == "softmax" else None)
+
+
+def _call(function: Callable[..., Any]) -> Call:
+    """Of a function that takes the tensors one by one and returns one or several."""
+
+    def run(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        found = function(*t)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    return run
+
+
+def multiplex(batch: int, m: int, n: int, d: int, mode: str = "softmax") -> Shape:
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [ops.multiplex(t[0], t[1], mode=mode, seed=_seed(t) if mode == "gumbel" else None)]
+
+    label = f"B{batch} M{m} N{n} D{d}" + (f" {mode}" if mode != "softmax" else "")
+    shapes = ((batch, m, d), (batch, m, n))
+    plain = _call(baselines.multiplex) if mode == "softmax" else None
+    return Shape("multiplex", label, shapes, call, batch * m * n * d, (), plain)
+
+
+def sample_mask(count: int, samples: int) -> Shape:
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [ops.sample_mask(t[0], samples, seed=_seed(t))]
+
+    plain = _call(lambda logits: baselines.sample_mask(logits, samples))
+    return Shape("sample_mask", f"{count} S{samples}", ((count,),), call, 0, (), plain)
+
+
+def masked_linear(rows: int, inputs: int, outputs: int, samples: int) -> Shape:
+    weight = (outputs, inputs)
+
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [ops.masked_linear(t[0], t[1], t[2], samples, seed=_seed(t))]
+
+    label = f"{rows}x{inputs} to {outputs} S{samples}"
+    plain = _call(lambda x, w, logits: baselines.masked_linear(x, w, logits, samples))
+    return Shape("masked_linear", label, ((rows, inputs), weight, weight), call, rows * inputs * outputs, (), plain)
+
+
+def masked_conv2d(batch: int, inputs: int, size: int, outputs: int, samples: int) -> Shape:
+    weight = (outputs, inputs, 3, 3)
+
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [ops.masked_conv2d(t[0], t[1], t[2], samples, padding=1, seed=_seed(t))]
+
+    label = f"{batch}x{inputs}x{size}x{size} to {outputs} S{samples}"
+    products = batch * size * size * math.prod(weight)
+    plain = _call(lambda x, w, logits: baselines.masked_conv2d(x, w, logits, samples))
+    return Shape("masked_conv2d", label, ((batch, inputs, size, size), weight, weight), call, products, (), plain)
+
+
+def _images(value: Tensor) -> Tensor:
+    """``[..., H, W, C]`` as ``[..., C, H, W]``: with the channels innermost in memory, as layers hand images on."""
+    return value.movedim(-1, -3)
+
+
+def norm_conv(batch: int, experts: int, inputs: int, outputs: int, size: int, stride: int = 1) -> Shape:
+    weight = (experts, outputs, inputs, 3, 3)
+    affine = (experts, inputs)
+
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        found = ops.norm_conv(_images(t[0]), t[1], scale=t[2], shift=t[3], relu=True, stride=stride)
+        return [each for each in found if each is not None]
+
+    label = f"B{batch} E{experts} {inputs} to {outputs} {size} px" + (" stride 2" if stride == 2 else "")
+    products = batch * (size // stride) ** 2 * math.prod(weight)
+    shapes = ((batch, experts, size, size, inputs), weight, affine, affine)
+    plain = _call(lambda x, w, *_: baselines.norm_conv(_images(x), w, stride))
+    return Shape("norm_conv", label, shapes, call, products, (2, 3), plain)
+
+
+def norm_sum(batch: int, experts: int, channels: int, size: int) -> Shape:
+    images, affine = (batch, experts, size, size, channels), (experts, channels)
+
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [ops.norm_sum(_images(t[0]), t[1], t[2], _images(t[3]), gate=t[4])]
+
+    label = f"B{batch} E{experts} {channels} channels {size} px"
+    plain = _call(lambda x, scale, shift, r, gate: baselines.norm_sum(_images(x), scale, shift, _images(r), gate))
+    return Shape("norm_sum", label, (images, affine, affine, images, (batch, experts)), call, 0, (1, 2), plain)
+
+
+def gated_residual(batch: int, n: int, d: int) -> Shape:
+    shapes = ((batch, n, d), (batch, n, d), (batch, n))
+    plain = _call(baselines.gated_residual)
+    return Shape("gated_residual", f"B{batch} N{n} D{d}", shapes, _call(ops.gated_residual), 0, (), plain)
+
+
+def range_penalty(*shapes: tuple[int, ...]) -> Shape:
+    label = " + ".join("x".join(map(str, shape)) for shape in shapes)
+    return Shape("range_penalty", label, shapes, _call(ops.range_penalty), 0, (), _call(baselines.range_penalty))
+
+
+def template_mix(rows: int, templates: int, size: int) -> Shape:
+    label = f"L{rows} K{templates} P{size}"
+    shapes = ((rows, templates), (templates, size))
+    plain = _call(baselines.template_mix)
+    return Shape(
+        "template_mix", label, shapes, lambda t: [ops.template_mix(t[0], t[1])], rows * templates * size, (), plain
+    )
+
+
+def _batch_affine(t: Sequence[Tensor]) -> Sequence[Tensor]:
+    return list(ops.batch_affine(t[0], t[1], t[2], t[3], count=1024, training=True))
+
+
+SHAPES: tuple[Shape, ...] = (
+    smfr(128, (6, 8, 8, 8, 5), 10, (100,)),
+    smfr(128, (6, *[8] * 10, 5), 10, (100,)),
+    smfr(1024, (6, 8, 8, 8, 5), 10, (100,)),
+    smfr(128, (6, 8, 8, 8, 5), 10, (100,), "gumbel"),
+    smfr(128, (5, 4, 1), 196, (400,) * 4),
+    smfr(128, (8, 8), 10, (100,)),
+    smfr(128, (5, 4), 196, (400,) * 4),
+    multiplex(128, 6, 8, 10),
+    multiplex(1024, 8, 8, 10, "gumbel"),
+    multiplex(4096, 16, 16, 32),
+    multiplex(512, 5, 4, 196),
+    gated_residual(1024, 8, 10),
+    range_penalty((1024, 8, 8), (1024, 8)),
+    sample_mask(4_000_000, 4),
+    masked_linear(128, 2000, 2000, 4),
+    masked_linear(128, 400, 400, 4),
+    masked_linear(512, 400, 400, 4),
+    masked_conv2d(128, 32, 32, 64, 4),
+    norm_conv(64, 4, 16, 16, 32),
+    norm_conv(64, 2, 16, 32, 32, 2),
+    norm_conv(64, 1, 64, 64, 8),
+    norm_sum(64, 4, 16, 32),
+    Shape(
+        "batch_affine", "E4 64 channels", ((4, 64),) * 4, _batch_affine, 0, (0, 1, 2, 3), _call(baselines.batch_affine)
+    ),
+    template_mix(16, 4, 20000),
+)
+
+
+def find(name: str) -> Shape:
+    """By what :attr:`Shape.name` is."""
+    for shape in SHAPES:
+        if shape.name == name:
+            return shape
+    raise KeyError(name)

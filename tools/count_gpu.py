@@ -1,0 +1,254 @@
+"""Counts what the CUDA C++ kernels do, without a GPU: prints the tables of docs/gpu.md.
+
+    python tools/count_gpu.py                       launches, registers, spills, shared memory, tensor core instructions
+    python tools/count_gpu.py --ptxvm FOLDER        and what a run of their PTX does: instructions, bytes, lines
+    python tools/count_gpu.py --write-launches      fastmod/gpu/launches.csv and geometry.csv anew
+
+Needs nvcc, g++ and Triton's wheel (for its cuobjdump). FOLDER holds ptxvm.py, an interpreter of PTX that is no part of
+this project: with ``VM`` (``launch(kernel, grid, block, arguments, dynamic)``), ``parse`` and ``counters``. The ops run
+over the host harness of the tests; the interpreter takes each launch over, with its arguments, on the memory of this
+process, so that all that follows meets the right values, and the results are compared with plain PyTorch in fp64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import math
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import numpy as np  # noqa: E402  (the path comes first)
+import torch  # noqa: E402
+
+import fastmod  # noqa: E402
+from fastmod.gpu import aten, cuda_part, discover, launch_table, shapes, tools  # noqa: E402
+from fastmod.gpu.targets import find  # noqa: E402
+from tests.helpers.cuda_host import recorder  # noqa: E402
+
+ARCH = "sm_80"  # the interpreter knows mma.sync and cp.async, not what came later
+_BASE = 4096  # of the interpreter's memory, which is this process's
+
+
+class Case(NamedTuple):
+    """A shape small enough to be interpreted. ``useful``: what instructions are divided by, forward and backward."""
+
+    shape: shapes.Shape
+    unit: str
+    useful: tuple[int, int]
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+
+
+def _products(shape: shapes.Shape, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Case:
+    return Case(shape, "multiply-add", (shape.products, 2 * shape.products), dtypes)
+
+
+def _weights(shape: shapes.Shape, samples: int) -> Case:
+    """Of an op whose work goes by weights: once each for the forward, the gradient of x and that of the weight."""
+    count = samples * math.prod(shape.shapes[-1])
+    return Case(shape, "weight and sample", (count, count * (2 if shape.op == "masked_linear" else 1)))
+
+
+CASES = (
+    _products(shapes.smfr(16, (6, 8, 8, 8, 5), 10, (100,))),
+    _products(shapes.multiplex(16, 8, 8, 10)),
+    _products(shapes.multiplex(4, 16, 16, 32)),
+    _products(shapes.multiplex(2, 5, 4, 196)),
+    _weights(shapes.masked_linear(128, 128, 64, 4), 4),
+    _weights(shapes.sample_mask(8192, 4), 4),
+    _products(shapes.norm_conv(1, 1, 16, 16, 16)),
+    _products(shapes.norm_conv(1, 1, 64, 64, 8), ("bf16",)),
+)
+
+
+class Counts(NamedTuple):
+    instructions: int
+    read: int
+    written: int
+    mma: int
+    lines: float  # 128-byte lines per load of a warp
+    worst: float  # the same of the load that takes the most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ptxvm", type=Path, help="folder of ptxvm.py")
+    parser.add_argument("--op", action="append", help="only this op; repeat for several")
+    parser.add_argument("--write-launches", action="store_true", help="only write launches.csv and geometry.csv anew")
+    asked = parser.parse_args()
+    if asked.write_launches:
+        launch_table.write(*counted_launches())
+        print(f"wrote {launch_table.FILE} and {launch_table.GEOMETRY}")
+        return
+    print(f"commit {commit()}, {ARCH}, nvcc {tools.nvcc_version(tools.nvcc())}\n")
+    wanted = [case for case in CASES if not asked.op or case.shape.op in asked.op]
+    print_launches(asked.op)
+    print_resources({launch.name.partition(".")[0] for case in wanted for launch in ours(case)})
+    if asked.ptxvm is None:
+        print("Not counted: instructions, bytes and lines of a run. They need an interpreter of PTX: --ptxvm FOLDER.")
+        return
+    vm = interpreter(asked.ptxvm)
+    columns = "case | dtype | kernel | launches | instructions per | read | written | lines per load, worst | mma"
+    print(f"| {columns} |\n{rule(9)}")
+    for case in wanted:
+        for dtype in case.dtypes:
+            print_counts(case, dtype, vm)
+
+
+def commit() -> str:
+    told = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return told.stdout.strip() or "unknown"
+
+
+def rule(columns: int) -> str:
+    return "|" + " --- |" * columns
+
+
+# ---------------------------------------------------------------------------------------------- without running
+
+
+def counted_launches() -> tuple[list[launch_table.Row], list[launch_table.Geometry]]:
+    rows, geometry = [], []
+    for shape in shapes.SHAPES:
+        for name, dtype in launch_table.DTYPES.items():
+            found = recorder.record(shape, dtype)
+            eager = shape.plain and len(aten.of_step(shape.plain, shape.tensors(dtype=dtype)))
+            counts = len(found.forward), len(found.backward), eager
+            rows.append(launch_table.Row(shape.op, shape.label, name, *counts))
+            geometry += found.geometry(shape.op, shape.label, name)
+    return rows, geometry
+
+
+def print_launches(ops: list[str] | None) -> None:
+    print(f"| op | shape | dtype | launches, forward + backward | by torch |\n{rule(5)}")
+    for shape in shapes.SHAPES:
+        for name, dtype in launch_table.DTYPES.items():
+            if not ops or shape.op in ops:
+                found = recorder.record(shape, dtype)
+                torch_own = sum(each.name.startswith("aten::") for half in found for each in half)
+                each = f"{len(found.forward)} + {len(found.backward)}"
+                print(f"| `{shape.op}` | {shape.label} | {name} | {each} | {torch_own} |")
+    print()
+
+
+def ours(case: Case) -> list[recorder.Launch]:
+    found = [recorder.record(case.shape, launch_table.DTYPES[dtype]) for dtype in case.dtypes]
+    launches = [each for recording in found for half in recording for each in half]
+    return [each for each in launches if not each.name.startswith("aten::")]
+
+
+def print_resources(stems: set[str]) -> None:
+    """Of the kernels that the cases launch; the dynamic shared memory of a launch stands beside its geometry."""
+    launched = {launch.name for case in CASES for launch in ours(case)}
+    print(f"| kernel | registers | bytes spilled | static shared memory | tensor core instructions |\n{rule(5)}")
+    for stem in sorted(stems):
+        with tempfile.TemporaryDirectory() as folder:
+            found, _ = cuda_part.compiled(discover.cuda_files()[stem], find(ARCH), Path(folder) / "kernels.cubin")
+        for symbol, needs in sorted(found.items()):
+            name, arguments = cuda_part.readable(symbol)
+            full = f"{stem}.{name}<{','.join(map(str, arguments))}>"
+            if full in launched:
+                print(f"| `{full}` | {needs.registers} | {needs.spills} | {needs.shared} | {needs.tensor_core} |")
+    print()
+
+
+# -------------------------------------------------------------------------------------------------- interpreted
+
+
+def interpreter(folder: Path) -> Any:
+    if not (folder / "ptxvm.py").is_file():
+        sys.exit(f"--ptxvm {folder}: expected a folder that holds ptxvm.py")
+    sys.path.append(str(folder))
+    module: Any = importlib.import_module("ptxvm")
+    # Addresses are those of this process: its memory in one window, others far above.
+    module.GB, module.SB, module.LB = _BASE, 1 << 60, 1 << 61
+    return module
+
+
+def host_vm(module: Any) -> Any:
+    """An interpreter whose global memory is that of this process."""
+
+    class HostVM(module.VM):
+        def __init__(self) -> None:
+            super().__init__()
+            size = (1 << 47) - _BASE
+            self.mem = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(_BASE))
+            self.valid = np.broadcast_to(np.uint8(1), (size,))
+            self.kept: list[Any] = []
+
+        def alloc(self, array: Any) -> int:
+            self.kept.append(np.ascontiguousarray(array))
+            return int(self.kept[-1].ctypes.data)
+
+    return HostVM()
+
+
+@cache
+def _ptx(stem: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "kernels.ptx"
+        source = str(discover.cuda_files()[stem])
+        subprocess.run([tools.nvcc(), *cuda_part.FLAGS, f"-arch={ARCH}", "-ptx", source, "-o", str(out)], check=True)
+        return out.read_text()
+
+
+@cache
+def kernel(module: Any, name: str) -> Any:
+    """By the name that the recorder gives a launch."""
+    stem, _, wanted = name.partition(".")
+    for symbol, found in module.parse(_ptx(stem)).items():
+        short, arguments = cuda_part.readable(symbol)
+        if f"{short}<{','.join(map(str, arguments))}>" == wanted:
+            return found
+    sys.exit(f"{name}: not in the PTX of {stem}.cu")
+
+
+def print_counts(case: Case, dtype: str, module: Any) -> None:
+    counts: list[tuple[str, Counts]] = []
+
+    def run(launch: recorder.Launch) -> None:
+        vm = host_vm(module)
+        vm.launch(kernel(module, launch.name), launch.grid, launch.block, list(launch.arguments), dyn=launch.dynamic)
+        told = module.counters(vm)
+        worst = max([lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")])
+        moved = told["global_read"], told["global_written"]
+        own = Counts(told["instructions"], *moved, told["mma"], told["lines_per_load"], worst)
+        counts.append((launch.name, own))
+
+    error = interpreted_error(case.shape, launch_table.DTYPES[dtype], run)
+    names = list(dict.fromkeys(name for name, _ in counts))
+    for name in names:
+        own = [each for other, each in counts if other == name]
+        useful = case.useful["backward" in name]
+        ratio = sum(each.instructions for each in own) / useful
+        lines = f"{sum(each.lines for each in own) / len(own):.1f}, {max(each.worst for each in own):.0f}"
+        read, written = sum(each.read for each in own), sum(each.written for each in own)
+        print(
+            f"| `{case.shape.op}` {case.shape.label} | {dtype} | `{name}` | {len(own)} | {ratio:.2f} per {case.unit} "
+            f"| {read} | {written} | {lines} | {sum(each.mma for each in own)} |"
+        )
+    print(f"| | | largest error against fp64 | | {error:.1e} | | | | |", flush=True)
+
+
+def interpreted_error(shape: shapes.Shape, dtype: torch.dtype, run: recorder.Listener) -> float:
+    """Outputs of the interpreted kernels against plain PyTorch in fp64, relative to the largest value."""
+    tensors = shape.tensors(dtype=dtype)
+    found = recorder.results(shape, tensors, run)
+    with fastmod.use_backend("reference"):
+        wide = [t.detach().double().requires_grad_() for t in tensors]
+        outputs = shape.call(wide)
+        exact = [*outputs, *torch.autograd.grad(outputs, wide, [torch.ones_like(out) for out in outputs])]
+    pairs = [(a.detach().double(), b.detach()) for a, b in zip(found, exact, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
+
+
+if __name__ == "__main__":
+    main()
