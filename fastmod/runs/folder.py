@@ -21,6 +21,9 @@ except ImportError:  # not a POSIX system: runs are not guarded against a second
     fcntl = None  # type: ignore[assignment]
 
 
+HERE, RAY = "here", "ray"
+
+
 @dataclass(frozen=True)
 class Plan:
     """config.json: what is run, complete, so that resuming needs nothing else."""
@@ -33,6 +36,9 @@ class Plan:
     threads: int = 1  # of torch, in each job: sums depend on it in the last bit
     jobs: int = 1
     versions: dict[str, str] = field(default_factory=dict)
+    track: list[str] = field(default_factory=list)  # trackers, see tracking.py
+    on: str = HERE  # where trials run: on this machine, or "ray"
+    address: str | None = None  # of the Ray cluster; None: the one of this machine, or a new one
 
     def trials(self) -> list[tuple[str, int]]:
         """(model, seed), in the order they are run."""
@@ -41,9 +47,10 @@ class Plan:
     def sound(self) -> bool:
         """Whether the values are of the types they should be, after reading."""
         return (
-            all(isinstance(value, str) for value in (self.study, self.device))
-            and all(isinstance(value, list) for value in (self.models, self.seeds))
-            and all(isinstance(model, str) for model in self.models)
+            all(isinstance(value, str) for value in (self.study, self.device, self.address or ""))
+            and all(isinstance(value, list) for value in (self.models, self.seeds, self.track))
+            and all(isinstance(name, str) for name in (*self.models, *self.track))
+            and self.on in (HERE, RAY)
             and all(isinstance(count, int) for count in (*self.seeds, self.threads, self.jobs))
             and isinstance(self.settings, dict)
             and min(self.threads, self.jobs) > 0
