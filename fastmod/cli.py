@@ -17,7 +17,7 @@ from fastmod import race as race_module
 from fastmod.bench import clock, table
 from fastmod.bench import command as bench_command
 from fastmod.gpu import command as gpu_command
-from fastmod.runs import command
+from fastmod.runs import command, run_commands, sweep_command
 
 app = typer.Typer(
     add_completion=False,
@@ -27,6 +27,10 @@ app = typer.Typer(
 )
 console = Console()
 app.command()(command.study)
+app.command()(sweep_command.sweep)
+app.command()(run_commands.compare)
+app.command()(run_commands.export)
+app.command()(run_commands.results)
 app.command()(command.inspect)
 app.command()(command.live)
 app.command()(command.show)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,11 @@ def trial_key(model: str, seed: int) -> str:
     return f"{model}-s{seed}"
 
 
+def file_name(text: str) -> str:
+    """Without what a file system or a shell may mind."""
+    return re.sub(r"[^\w.=-]+", "_", text)
+
+
 class RunFolder:
     """config.json, metrics/*.jsonl, checkpoints/, events/, figures/, result.json, report.html."""
 
@@ -84,10 +90,13 @@ class RunFolder:
                 f"--out {path}: exists and is not an empty folder; use --resume {path} to go on with a run"
             )
         folder = RunFolder(path)
-        for sub in (folder.checkpoints, folder.figures, folder.metrics_folder):
-            sub.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_atomically(path / "config.json", json.dumps(asdict(plan), indent=2).encode())
+        folder.lay_out(plan)
         return folder
+
+    def lay_out(self, plan: Plan) -> None:
+        for sub in (self.checkpoints, self.figures, self.metrics_folder):
+            sub.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_atomically(self.path / "config.json", json.dumps(asdict(plan), indent=2).encode())
 
     @property
     def checkpoints(self) -> Path:

@@ -65,6 +65,10 @@ class Trial(ABC):
         """What the table needs of a finished trial; by default its last metrics."""
         return last
 
+    def masks(self) -> dict[str, dict[str, Tensor]]:
+        """Task -> parameter -> bool, of a trial that learns masks."""
+        return {}
+
     def chunk(self) -> Tensor:
         """Train for ``config.chunk`` steps; the mean loss, still on the device so that nothing waits for it."""
         begin = self.step
