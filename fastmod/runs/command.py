@@ -216,6 +216,8 @@ def placed(plan: Plan, on: str | None, address: str | None) -> Plan:
     if on not in (None, HERE, RAY):
         raise StudyError(f"--on {on}: expected {HERE} or {RAY}")
     on = on or (RAY if address else plan.on)
+    if on == RAY and find_spec("ray") is None:
+        raise StudyError('--on ray: the package ray is missing; pip install "fastmod[ray]"')
     if on == HERE and address:
         raise StudyError(f"--address {address}: expected --on {RAY} with it")
     return replace(plan, on=on, address=None if on == HERE else address or plan.address)

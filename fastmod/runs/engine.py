@@ -161,9 +161,9 @@ def run_tasks(tasks: Sequence[Task], tell: Listener, stop: Stop) -> list[Record]
     together = bundles(tasks)
     try:
         if plan.on == RAY:
-            from fastmod.runs import on_ray
+            from fastmod.runs.on_ray import run_on_ray
 
-            found = on_ray.run(together, tell, stop)
+            found = run_on_ray(together, tell, stop)
         elif plan.jobs > 1:
             found = run_jobs(_job, [(bundle,) for bundle in together], plan.jobs, plan.threads, tell, stop)
         else:

@@ -150,10 +150,15 @@ class RunFolder:
         earlier = [self.path / "metrics.jsonl"] if (self.path / "metrics.jsonl").exists() else []
         return [*earlier, *sorted(self.metrics_folder.glob("*.jsonl"))]
 
-    def rewind(self, steps: Mapping[str, int]) -> None:
-        """Drop what was measured after the checkpoints: it is going to be measured again. ``steps``: trial -> step."""
+    def rewind(self, steps: Mapping[str, int], only: str | None = None) -> None:
+        """Drop what was measured after the checkpoints: it is going to be measured again. ``steps``: trial -> step;
+        ``only``: the trial that it is about."""
         for file in self._metrics_files():
-            kept = [line for line in _lines(file) if line["step"] <= steps.get(line["trial"], -1)]
+            kept = [
+                line
+                for line in _lines(file)
+                if line["step"] <= steps.get(line["trial"], -1) or only not in (None, line["trial"])
+            ]
             content = "".join(json.dumps(line) + "\n" for line in kept).encode()
             if content != file.read_bytes():
                 checkpoint.write_atomically(file, content)

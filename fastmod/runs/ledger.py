@@ -46,11 +46,22 @@ class FolderLedger:
         self._sinks.add(metrics, step)
 
     def save(self, state: dict[str, Any]) -> None:
+        self.keep(checkpoint.content_of(self._owner, state))
+
+    def keep(self, content: bytes) -> None:
+        """A checkpoint that is sealed already."""
         if self._sinks is not None:
             self._sinks.flush()
         self._folder.sync(self.key)
-        checkpoint.save(self._file, self._owner, state)
+        checkpoint.write_atomically(self._file, content)
+
+    def kept(self) -> bytes | None:
+        """The checkpoint as it is on the disk; what was measured after it is dropped, to be measured again."""
+        state = self.state()
+        self._folder.rewind({self.key: self._step if state is not None else -1}, only=self.key)
+        return self._file.read_bytes() if state is not None else None
 
     def close(self) -> None:
-        if self._sinks is not None:
-            self._sinks.close()
+        sinks, self._sinks = self._sinks, None
+        if sinks is not None:
+            sinks.close()

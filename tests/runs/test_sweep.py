@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from fastmod.runs import command, tables
 from fastmod.runs import sweep as sweeps
-from fastmod.runs import tables
 from fastmod.runs.config import StudyError
 from fastmod.runs.folder import Plan, RunFolder
 from fastmod.runs.study import Record
@@ -164,6 +164,14 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     done = in_process("sweep", *SMALL, "--grid", "depth=0", "--grid", "width=2", "--out", tmp_path / "sweep")
     assert done.code == 0 and 'pip install "fastmod[parquet]"' in done.out, done.text
     assert not list(tmp_path.rglob("*.parquet")) and (tmp_path / "sweep" / "cells.csv").exists()
+
+
+def test_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    for words in (["sweep", *SMALL], ["study", "doubleadd"]):
+        done = in_process(*words, "--on", "ray", "--out", tmp_path / "run")
+        refused(done, "--on ray", 'pip install "fastmod[ray]"')
+    assert not (tmp_path / "run").exists()
 
 
 # ---- going on
