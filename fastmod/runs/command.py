@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from fastmod.bench import checkout
 from fastmod.data import DataError
-from fastmod.runs import tracking
+from fastmod.runs import parallel, tracking
 from fastmod.runs.config import StudyError, changed, seeds_of, settings_of
 from fastmod.runs.folder import HERE, RAY, Plan, RunFolder
 from fastmod.studies import registry
@@ -72,7 +72,13 @@ def study(
     if name is None and resume is None:
         console.print(_list())
         return
-    with clear_errors():
+    from fastmod.runs import engine
+
+    with clear_errors(), parallel.joined() as team:
+        if team.rank:
+            theirs: Any = team.same(None)  # the plan of the first process
+            engine.assist(theirs)
+            return
         if resume is not None:
             others = (model, seeds, steps, epochs, setting, out, jobs, device, track)
             if any(option is not None for option in others) or quick or noisy:
@@ -91,7 +97,10 @@ def study(
             plan = placed(plan, on, address)
             default = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
             folder = RunFolder.create(out or default, plan)
-    run(folder, plan)
+        if team.size > 1 and (plan.jobs > 1 or plan.on != HERE):
+            raise StudyError("torchrun: one trial is trained at a time, so without --jobs and --on")
+        team.same(plan)
+        run(folder, plan)
 
 
 def run(folder: RunFolder, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fastmod.runs import checkpoint
+from fastmod.runs import checkpoint, parallel
 from fastmod.runs.config import StudyError, changed
 from fastmod.runs.folder import RAY, Plan, RunFolder, trial_key
 from fastmod.runs.jobs import Wire, run_jobs
@@ -85,11 +86,11 @@ def run_trial(
 
 def train(plan: Plan, model: str, seed: int, ledger: Ledger, tell: Listener, stopped: Callable[[], bool]) -> Record:
     """Train one trial to its end, from what the ledger has of it."""
-    key = trial_key(model, seed)
+    key, team = trial_key(model, seed), parallel.team
     trial = prepare_trial(registry.get(plan.study), plan, model, seed)
     metrics: dict[str, float] = {}
     on_disk = -1  # step of the checkpoint
-    state = ledger.state()
+    state = team.same(ledger.state())
     if state is not None:
         trial.load_state(state)
         metrics, on_disk = state["metrics"], trial.step
@@ -115,7 +116,8 @@ def train(plan: Plan, model: str, seed: int, ledger: Ledger, tell: Listener, sto
             if not math.isfinite(loss):
                 raise StudyError(f"{key}: the loss is {loss} at step {trial.step}; try a smaller lr")
             if trial.due or trial.finished:
-                fresh = {"loss": loss, **trial.metrics()}
+                team.same_buffers(trial.model)
+                fresh = team.same({"loss": loss, **trial.metrics()})
                 trial.after_evaluation(fresh)
                 metrics = fresh
                 ledger.add(trial.step, fresh)
@@ -123,7 +125,7 @@ def train(plan: Plan, model: str, seed: int, ledger: Ledger, tell: Listener, sto
             trial.seconds += spent
             rate = (trial.step - before) / spent
             tell(Progress(key, trial.step, trial.steps, trial.seconds, rate, fresh, trial.finished))
-            if stopped() and not trial.finished:
+            if team.any(stopped()) and not trial.finished:
                 save()
                 raise Interrupted
             if time.monotonic() - saved >= trial.config.checkpoint_seconds:
@@ -147,6 +149,14 @@ def run(folder: RunFolder, plan: Plan, tell: Listener) -> list[Record]:
     study.prepare(changed(study.defaults, plan.settings))
     with folder.alone(), stop_on_signals() as stop:
         return run_tasks(begin(folder, plan), tell, stop)
+
+
+def assist(plan: Plan) -> None:
+    """What the other processes of a team do while the first one runs the plan."""
+    torch.set_num_threads(plan.threads)
+    with stop_on_signals() as stop, contextlib.suppress(Interrupted):
+        for model, seed in plan.trials():
+            train(plan, model, seed, parallel.Silent(), lambda now: None, stop.is_set)
 
 
 def begin(folder: RunFolder, plan: Plan, label: str = "") -> list[Task]:

@@ -124,9 +124,10 @@ def _cluster(ray: Any, address: str | None) -> Any:
         yield
         return
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise StudyError(f"--address {address}: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    except Exception as error:  # it raises plain ones too
+        words = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StudyError(f"{f'--address {address}' if address else '--on ray'}: {words}") from None
     try:
         yield
     finally:
@@ -148,7 +149,11 @@ class _Office:
         self._desk = ray.remote(_desk_class()).options(num_cpus=0, scheduling_strategy=here).remote()
         plan = tasks[0].plan
         gpus = 1 if plan.device.startswith("cuda") else 0
-        self._work = ray.remote(_work).options(num_cpus=plan.threads, num_gpus=gpus, max_retries=0)
+        # A task that asks for more than any node has would wait for ever.
+        room = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+        self._work = ray.remote(_work).options(
+            num_cpus=min(plan.threads, room) if room else plan.threads, num_gpus=gpus, max_retries=0
+        )
 
     def run(self) -> list[Record]:
         waiting = {self._hand_out(number): number for number in range(len(self._tasks))}

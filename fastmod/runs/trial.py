@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.optim import Adam
+from fastmod.runs import parallel
 from fastmod.runs.config import Config, StudyError
 
 
@@ -74,14 +75,17 @@ class Trial(ABC):
         begin = self.step
         data = self.batches(self.generator("data", self.step))
         total = torch.zeros((), device=self.device)
-        for batch in zip(*data, strict=True):
-            loss = self.loss(*batch)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            total += loss.detach()
-            self.step += 1
-        return total / (self.step - begin)
+        team = parallel.team
+        with team.noise():
+            for batch in zip(*data, strict=True):
+                loss = self.loss(*team.part(batch))
+                loss.backward()
+                team.average(self.optimizer)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                total += loss.detach()
+                self.step += 1
+        return team.mean(total / (self.step - begin))
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
