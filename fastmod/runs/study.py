@@ -144,9 +144,9 @@ class Study(ABC):
     @abstractmethod
     def table(self, outcome: Outcome) -> list[Row]: ...
 
-    @abstractmethod
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         """File stem -> (figure, caption)."""
+        return {}
 
     def examples(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
         """Task -> input blocks ``[B, M, D]``, for inspection."""
