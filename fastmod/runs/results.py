@@ -8,8 +8,8 @@ between two marks, and all text around them is left alone::
     <!-- results study=bpmnist rows="test accuracy" runs="bpmnist-25k*" -->
     <!-- end of results -->
 
-``rows``: what to find in the names of rows, a regular expression; ``runs``: a pattern of record names; both may be
-left out.
+``study``: one, or several with commas between; ``rows``: what to find in the names of rows, a regular expression;
+``runs``: a pattern of record names; the last two may be left out. A sweep has a row per cell, model and measure.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastmod.runs import report
+from fastmod.runs import report, tables
+from fastmod.runs import sweep as sweeps
 from fastmod.runs.checkpoint import write_atomically
 from fastmod.runs.config import StudyError, changed
-from fastmod.runs.folder import RunFolder, file_name
+from fastmod.runs.folder import Plan, RunFolder, file_name
 from fastmod.runs.study import Study, shown
 from fastmod.studies import registry
 
@@ -38,8 +39,11 @@ _BEGIN = re.compile(r"<!-- results (?P<words>[^\n]*?) -->\n")
 _END = "<!-- end of results -->"
 
 
-def record(folder: RunFolder) -> dict[str, Any]:
-    """What the page needs of a finished run."""
+def record(path: Path) -> dict[str, Any]:
+    """What the page needs of a finished run or sweep."""
+    if (path / "sweep.json").exists():
+        return _record_of_sweep(path)
+    folder = RunFolder(path)
     found = report.read_result(folder)
     plan = folder.plan()
     study = registry.get(plan.study)
@@ -47,11 +51,42 @@ def record(folder: RunFolder) -> dict[str, Any]:
     keys = ("name", "paper", "mean", "standard_error", "trials", "steps", "minutes")
     settings = {model: study.setting(config, model) for model in plan.models}
     rows = [{**{key: row[key] for key in keys}, "setting": _setting(row["name"], settings)} for row in found["table"]]
+    return _record(path, study, plan, rows)
+
+
+def _record(path: Path, study: Study, plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "format": FORMAT, "run": folder.path.resolve().name, "study": plan.study, "paper": found["paper"],
+        "format": FORMAT, "run": path.resolve().name, "study": plan.study, "paper": study.paper,
         "seeds": plan.seeds, "device": plan.device, "versions": plan.versions, "apart": _apart(study, plan.settings),
         "rows": rows,
     }  # fmt: skip
+
+
+def _record_of_sweep(path: Path) -> dict[str, Any]:
+    """A row per cell, model and measure, and those of the best trials."""
+    sweep, found = sweeps.read(sweeps.SweepFolder(path))
+    study = registry.get(sweep.plan.study)
+    best = tables.best_lines(found, sweep.best, sweep.by) if sweep.best else []
+    grid = " ".join(f"{key}={','.join(map(str, values))}" for key, values in sweep.grid.items())
+    rows = []
+    for line in [*tables.cell_lines(found), *best]:
+        inside = [(cell, one) for cell, one in found if one.model == line["model"] and _within(cell.values, line)]
+        cell, _ = inside[0]
+        if line["kind"] == "cell":
+            where, setting = cell.name, study.setting(changed(study.defaults, cell.plan.settings), line["model"])
+        else:
+            where, setting = line["kind"], f"over the grid {grid}"
+        rows.append(
+            {"name": f"{line['model']}, {line['measure']}, {where}", "paper": "-", "setting": setting,
+             **{key: line[key] for key in ("mean", "standard_error", "trials")},
+             "steps": max(one.steps for _, one in inside), "minutes": sum(one.seconds for _, one in inside) / 60}
+        )  # fmt: skip
+    return _record(path, study, sweep.plan, rows)
+
+
+def _within(values: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    """Whether a cell is the one that a line is about; every cell is, where it is about the best of all."""
+    return line["kind"] != "cell" or tables.plain(values).items() <= line.items()
 
 
 def _setting(row: str, settings: Mapping[str, str]) -> str:
@@ -70,7 +105,7 @@ def _apart(study: Study, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lines(kept: Mapping[str, Any], rows: str = "") -> list[str]:
-    """Rows of the table, in Markdown."""
+    """Rows of the table, in Markdown; those without a figure of ours are left out."""
     found = []
     for row in kept["rows"]:
         if row["mean"] is None or not re.search(rows, row["name"]):
@@ -150,7 +185,7 @@ def filled(text: str, records: Mapping[str, Mapping[str, Any]]) -> tuple[str, li
             raise StudyError(f"{mark[0].strip()}: expected {_END} after it")
         rows = []
         for name, kept in records.items():
-            if kept["study"] == wanted["study"] and fnmatch.fnmatch(name, wanted["runs"]):
+            if kept["study"] in wanted["study"].split(",") and fnmatch.fnmatch(name, wanted["runs"]):
                 homeless.pop(name, None)
                 rows += lines(kept, wanted["rows"])
         table = "\n".join([HEADER, *rows]) if rows else "(no run yet)"

@@ -59,12 +59,12 @@ def export(
 
 
 def results(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Folders of finished runs.")] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(help="Folders of finished runs and sweeps.")] = None,
     write: Annotated[Path | None, typer.Option(help="Page with marks, such as docs/results.md.")] = None,
 ) -> None:
     """Rows of docs/results.md out of run folders; --write keeps them and makes the page's tables again."""
     with clear_errors():
-        new = [rows.record(RunFolder(run)) for run in runs or []]
+        new = [rows.record(run) for run in runs or []]
         if write is None:
             if not new:
                 raise StudyError("expected run folders, or --write PAGE to make its tables again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,17 @@ def run(folder: SweepFolder, sweep: Sweep, tell: Listener) -> list[tuple[Cell, R
         report.write_result(cell.folder, cell.plan, own)
         found += [(cell, record) for record in own]
     return found
+
+
+def read(folder: SweepFolder) -> tuple[Sweep, list[tuple[Cell, Record]]]:
+    """A finished sweep, from the result.json of its cells."""
+    sweep = folder.sweep()
+    names = [field.name for field in fields(Record)]
+    found = []
+    for cell in sweep.cells(folder.cells):
+        trials = report.read_result(cell.folder)["trials"]
+        found += [(cell, Record(**{name: trial[name] for name in names})) for trial in trials]
+    return sweep, found
 
 
 def numbers(result: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

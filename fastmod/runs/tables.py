@@ -21,7 +21,7 @@ Line = dict[str, Any]
 def trial_lines(found: Sequence[tuple[Cell, Record]]) -> list[Line]:
     """Settings of the cell, the trial, and every number of its result."""
     return [
-        {**_plain(cell.values), "model": record.model, "seed": record.seed, "steps": record.steps,
+        {**plain(cell.values), "model": record.model, "seed": record.seed, "steps": record.steps,
          "seconds": record.seconds, "parameters": record.parameters, **numbers(record.result)}
         for cell, record in found
     ]  # fmt: skip
@@ -35,7 +35,7 @@ def cell_lines(found: Sequence[tuple[Cell, Record]]) -> list[Line]:
     lines = []
     for some in groups.values():
         cell, record = some[0]
-        about = {"kind": "cell", **_plain(cell.values), "model": record.model}
+        about = {"kind": "cell", **plain(cell.values), "model": record.model}
         lines += _summaries(about, [record for _, record in some])
     return lines
 
@@ -72,7 +72,7 @@ def _summaries(about: Line, records: Sequence[Record]) -> list[Line]:
     return lines
 
 
-def _plain(values: Mapping[str, Any]) -> Line:
+def plain(values: Mapping[str, Any]) -> Line:
     """As a cell of a table: what is no number or word is written as text."""
     return {k: v if isinstance(v, int | float | str | None) else ",".join(map(str, v)) for k, v in values.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -97,7 +98,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_row_says_all(runs: list[Path]) -> None:
-    kept = results.record(RunFolder(runs[1]))
+    kept = results.record(runs[1])
     kept["versions"] = {"commit": "0123456789abcdef with changes"}
     line = results.lines(kept)[0]
     name, paper = rows_of(runs[1])[0]["name"], rows_of(runs[1])[0]["paper"]
@@ -114,7 +115,7 @@ def test_page_keeps_what_was_written_by_hand(runs: list[Path], tmp_path: Path) -
     page.write_text(PAGE)
     done = in_process("results", *runs, "--write", page)
     assert done.code == 0, done.text
-    lines = [line for run in runs for line in results.lines(results.record(RunFolder(run)), "OOD")]
+    lines = [line for run in runs for line in results.lines(results.record(run), "OOD")]
     assert len(lines) == 3
     expected = PAGE.replace("old", "\n".join([results.HEADER, *lines])).replace(
         "algo -->\n", "algo -->\n(no run yet)\n"
@@ -127,6 +128,29 @@ def test_page_keeps_what_was_written_by_hand(runs: list[Path], tmp_path: Path) -
     shutil.rmtree(tmp_path / "found")
     assert in_process("results", runs[0], "--write", page).code == 0
     assert page.read_text().count("`doubleadd`") == 2 and (tmp_path / "found" / "first.json").read_text() == before
+
+
+def test_sweep(tmp_path: Path) -> None:
+    """A row per cell, model and measure, and of the best; each figure as the sweep's own table has it."""
+    sizes = [f"--set={size}" for size in ("batch=4", "chunk=2", "fnn_depth=1", "evaluate_every=4")]
+    options = ["--grid", "fnn_width=2,3", "--seeds", "0-1", "--steps", "8", "--best", "3", "--model", "FNN"]
+    done = in_process("sweep", "doubleadd", *options, *sizes, "--out", tmp_path / "sweep")
+    assert done.code == 0, done.text
+    with (tmp_path / "sweep" / "cells.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    rows = results.record(tmp_path / "sweep")["rows"]
+    assert len(rows) == len(lines) == 9
+    for row, line in zip(rows, lines, strict=True):
+        assert (row["mean"], row["trials"]) == (float(line["mean"]), int(line["trials"])) and row["steps"] == 8
+        where = f"fnn_width={line['fnn_width']}" if line["kind"] == "cell" else line["kind"]
+        assert row["name"] == f"FNN, {line['measure']}, {where}"
+    assert rows[0]["setting"] == "not held against the paper's setting"
+    assert rows[-1]["setting"] == "over the grid fnn_width=2,3"
+    assert rows[-1]["minutes"] == pytest.approx(rows[0]["minutes"] + rows[3]["minutes"]), "of all that were searched"
+    page = tmp_path / "found.md"
+    page.write_text('<!-- results study=algo,doubleadd rows="ood.*best" -->\n<!-- end of results -->\n')
+    assert in_process("results", tmp_path / "sweep", "--write", page).code == 0
+    assert page.read_text().count("`doubleadd`") == 1 and "best 3 by accuracy" in page.read_text()
 
 
 def test_choice_of_runs_and_records_without_a_place(runs: list[Path], tmp_path: Path) -> None:
