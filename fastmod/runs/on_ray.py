@@ -12,6 +12,8 @@ import contextlib
 import json
 import os
 import pickle
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from fastmod.runs.config import StudyError
 from fastmod.runs.engine import Interrupted, Listener, Progress, Task, train
 from fastmod.runs.folder import Plan, RunFolder, trial_key
 from fastmod.runs.ledger import FolderLedger
-from fastmod.runs.signals import Stop
+from fastmod.runs.signals import SIGNALS, Stop
 from fastmod.runs.study import Record
 
 _DEATHS = 3  # of one task in a row without a checkpoint between: then it is not the node
@@ -123,12 +125,16 @@ def _cluster(ray: Any, address: str | None) -> Any:
     if ray.is_initialized():  # by the program that this is a part of
         yield
         return
+    ours = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except Exception as error:  # it raises plain ones too
         words = next(iter(str(error).splitlines()), type(error).__name__)
         raise StudyError(f"{f'--address {address}' if address else '--on ray'}: {words}") from None
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in ours.items():
+                signal.signal(number, handler)  # Ray has put its own in their place, which end the process
         yield
     finally:
         ray.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -12,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from fastmod.runs import engine, report
+from fastmod.runs import engine, on_ray, report
 from fastmod.runs.config import StudyError, changed
 from fastmod.runs.folder import Plan, RunFolder
-from fastmod.runs.signals import Stop
+from fastmod.runs.signals import Stop, stop_on_signals
 from fastmod.studies import registry
 from tests.helpers.study_runs import outcome
 
@@ -121,3 +122,13 @@ def test_an_address_without_a_cluster(tmp_path: Path, monkeypatch: pytest.Monkey
     wanted = replace(plan("ray", steps=8, evaluate_every=4), address="10.0.0.1:6379")
     with pytest.raises(StudyError, match=r"^--address 10.0.0.1:6379: Could not find any running Ray instance.$"):
         engine.run(RunFolder.create(tmp_path / "run", wanted), wanted, lambda now: None)
+
+
+def test_signals_still_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own handlers, in place after its start, would end the process without a checkpoint."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with stop_on_signals() as stop, on_ray._cluster(ray, None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(5) and stop.number == signal.SIGTERM
