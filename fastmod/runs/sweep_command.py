@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from fastmod.runs import draw
+from fastmod.runs import draw, parallel
 from fastmod.runs.command import (
     ADDRESS_HELP,
     ON_HELP,
@@ -56,6 +56,10 @@ def sweep(
 ) -> None:
     """Run a study over a grid of settings: a table of cells with mean, standard error and the best trials."""
     with clear_errors():
+        if parallel.launched():
+            raise StudyError(
+                "torchrun: it trains one trial on several processes, with fastmod study; a sweep has --jobs"
+            )
         if resume is not None:
             others = (grid, model, seeds, steps, setting, out, jobs, device, track)
             if any(option is not None for option in others) or quick:

@@ -174,6 +174,12 @@ def test_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_not_by_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(in_process("sweep", *SMALL, "--out", tmp_path / "sweep"), "torchrun", "fastmod study")
+
+
 # ---- going on
 
 

@@ -6,7 +6,10 @@ their documented interfaces that are used; where the packages are there, ``test_
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
+import sqlite3
 import sys
 import warnings
 from importlib.util import find_spec
@@ -193,4 +196,7 @@ def test_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     elif name == "wandb":
         assert list(folder.rglob("*.wandb")), "files of an offline run"
     else:
-        assert list((tmp_path / "trackio").rglob("*.db")), "the local data base"
+        with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "fastmod-doubleadd.db")) as base:
+            told = base.execute("select run_id, step, metrics from metrics order by step").fetchall()
+        assert [(step, json.loads(metrics)["loss"]) for _, step, metrics in told] == [(4, 0.5), (8, 0.5)]
+        assert len({number for number, _, _ in told}) == 1, "one run, resumed"
