@@ -105,6 +105,10 @@ class Outcome:
         return Row(name, paper, values, steps, sum(record.seconds for record in records) / 60, note)
 
 
+#: Settings that say how a run goes, and nothing of what comes out.
+_BOOKKEEPING = ("paper", "data", "chunk", "evaluate_every", "checkpoint_seconds")
+
+
 class Study(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
@@ -134,8 +138,10 @@ class Study(ABC):
         """Whether a model is trained as in the paper, and where not."""
         if model not in self.presets:
             return "not held against the paper's setting"
-        ours = self.config_of(config, model)
-        apart = [f"{k} {getattr(ours, k)} ({v})" for k, v in self.presets[model].items() if getattr(ours, k) != v]
+        ours, theirs = self.config_of(config, model), self.presets[model]
+        # What the preset leaves open is the paper's, as far as is known, where it is the study's default.
+        theirs = {**{k: v for k, v in vars(self.defaults).items() if k not in _BOOKKEEPING}, **theirs}
+        apart = [f"{k} {getattr(ours, k)} ({v})" for k, v in theirs.items() if getattr(ours, k) != v]
         return f"not the paper's setting: {', '.join(apart)}" if apart else "the paper's setting"
 
     @abstractmethod

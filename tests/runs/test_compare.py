@@ -192,6 +192,8 @@ def test_paper_setting_or_not() -> None:
     assert study.setting(changed(study.defaults, {"paper": True}), model) == "the paper's setting"
     other = study.setting(changed(study.defaults, {"epochs": 3}), model)
     assert other.startswith("not the paper's setting: epochs 3 (")
+    another = study.setting(changed(study.defaults, {"paper": True, "momentum": 0.5, "chunk": 7}), model)
+    assert another == "not the paper's setting: momentum 0.5 (0.9)", "also what the preset leaves open"
     settings = {"SMFR": "a", "SMFR_bias": "b", "FNN": "c"}
     assert results._setting("threshold 0.7, SMFR_bias, HIGH", settings) == "b"
     assert results._setting("SMFR, OOD", settings) == "a"
