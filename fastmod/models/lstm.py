@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 
 class LSTM(nn.Module):
-    """``[B, T, inputs]`` -> what the output layer says at every step, ``[B, T, outputs]``."""
+    """``[B, T, inputs]`` -> what the output layer says at every step, ``[B, T, outputs]``; ``layers`` on top of each
+    other."""
 
-    def __init__(self, inputs: int, units: int, outputs: int) -> None:
+    def __init__(self, inputs: int, units: int, outputs: int, layers: int = 1) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(inputs, units, batch_first=True)
+        self.lstm = nn.LSTM(inputs, units, layers, batch_first=True)
         self.output = nn.Linear(units, outputs)
 
     def forward(self, x: Tensor) -> Tensor:

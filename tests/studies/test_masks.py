@@ -150,6 +150,20 @@ def test_how_nets_see_two_pairs(images: Path) -> None:
     assert torch.equal(seen["LSTM_apart"][0][0], torch.cat([first] * 3 + [second] * 3))
 
 
+@pytest.mark.parametrize("model", ["FNN", "LSTM", "LSTM_apart"])
+def test_a_mask_of_one_pair_is_learned_without_the_other(images: Path, model: str) -> None:
+    """In the full task both pairs are in view."""
+    trial = trial_of("mask-doubleadd", model, images)
+    assert isinstance(trial, mask_doubleadd.MaskDoubleAddTrial)
+    inputs, answers = (tensor[0] for tensor in trial.batches_of(None, torch.Generator().manual_seed(0)))
+    for stage, visible in enumerate([(True, True), (True, False), (False, True)]):
+        trial.extra["stage"] = stage
+        net = Watched()
+        trial.loss_of(net, inputs, answers)
+        halves = torch.cat([seen.reshape(-1, 2, 40) for seen in net.seen])
+        assert (halves[:, 0].any().item(), halves[:, 1].any().item()) == visible
+
+
 def test_sizes_of_the_paper() -> None:
     large = mask_doubleadd.MaskDoubleAdd().trial(mask_doubleadd.MaskDoubleAddConfig(), "FNN_large", 0, CPU)
     weights = sum(p.numel() for p in large.model.parameters() if p.dim() == 2)
@@ -158,19 +172,18 @@ def test_sizes_of_the_paper() -> None:
     assert shapes == [(400, 42), (400, 400), (200, 400), (20, 200)]
 
 
-def test_initial_weights_can_be_larger() -> None:
-    """Those of double addition are He's for ReLU; biases are torch's."""
+def test_initial_weights_of_double_addition_are_torchs() -> None:
     nets = []
     for scale in (1.0, 6**0.5):
         config = changed(mask_doubleadd.MaskDoubleAddConfig(), {"hidden": "300,300", "init_scale": scale})
         torch.manual_seed(0)
         nets.append(mask_doubleadd.MaskDoubleAdd().trial(config, "FNN", 0, CPU).model)
-    assert mask_doubleadd.MaskDoubleAddConfig().init_scale == 6**0.5
+    assert mask_doubleadd.MaskDoubleAddConfig().init_scale == 1.0
+    torch.manual_seed(0)
     plain, scaled = (dict(net.named_parameters()) for net in nets)
+    assert torch.equal(plain["layer1.weight"], nn.Linear(80, 300).weight)
     for name, weight in plain.items():
         torch.testing.assert_close(scaled[name], weight * (6**0.5 if weight.dim() == 2 else 1), rtol=1e-6, atol=0)
-    he = scaled["layer2.weight"]
-    assert he.std().item() == pytest.approx((2 / he.shape[1]) ** 0.5, rel=0.01)
 
 
 # ---------------------------------------------------------------- stages

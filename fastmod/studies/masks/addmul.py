@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.masks import arithmetic, figures, masking
+from fastmod.runs.study import Outcome, Row
+from fastmod.studies.masks import arithmetic, figures, masking, tables
 from fastmod.studies.masks.arithmetic import ROWS, SPARSE
 from fastmod.tasks.arithmetic import LIMIT, digits_of, one_hot, one_hot_digits
 
@@ -111,31 +111,30 @@ class MaskAddMulTrial(masking.MaskTrial):
         return {**found, "performed": performed}
 
 
-class MaskAddMul(Study):
+class MaskAddMul(masking.MaskStudy):
     name = "mask-addmul"
     title = "Addition and multiplication under weight masks: different weights for different functions?"
     paper = "Weight masks, section 3.1 and C.3, Figures 1, 7, 10 and 11"
-    models = ("FNN_small", "FNN", "LSTM", "FNN_large")
+    models = ("FNN_small", "FNN", "LSTM", "FNN_large", "FNN_huge")
     default_models = ("FNN_small", "FNN")
     default_seeds = "0"
     defaults = MaskAddMulConfig()
+    presets: ClassVar = {model: {**arithmetic.PAPER, "beta": 1e-4} for model in models}
     quick: ClassVar = {"steps": 1000, "mask_steps": 500, "evaluate_every": 500, "hidden": (200, 200)}
 
     def trial(self, config: MaskAddMulConfig, model: str, seed: int, device: torch.device) -> MaskAddMulTrial:
-        return MaskAddMulTrial(config, model, seed, device)
+        return MaskAddMulTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
-            note = masking.size_note(
-                outcome, model, "a size that is not printed" if model == "LSTM" else "12,124,000 (4 x 2000 units)"
-            )
-            rows += masking.accuracy_rows(outcome, model, OPERATIONS, note)
+            note = self.note(outcome, model)
+            rows += tables.accuracy_rows(outcome, model, OPERATIONS, note)
             rows.append(
-                masking.row(outcome, model, "weights of mul / weights of add", "3.8", _ratio, f"Figure 11; {note}")
+                tables.row(outcome, model, "weights of mul / weights of add", "3.8", _ratio, f"Figure 11; {note}")
             )
             for task in OPERATIONS:
-                rows += masking.sharing_rows(outcome, model, task, "Figure 1: more in the outer layers", note)
+                rows += tables.sharing_rows(outcome, model, task, "Figure 1: more in the outer layers", note)
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastmod.runs import draw
 from fastmod.runs.config import StudyError
 from fastmod.runs.study import Record
-from fastmod.studies.masks.masking import picker
+from fastmod.studies.masks.tables import picker
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -20,8 +20,8 @@ from fastmod import masks as weight_masks
 from fastmod.masks import MaskedModel
 from fastmod.masks.files import pack, unpack
 from fastmod.optim import Adam
-from fastmod.runs.config import Config, StudyError
-from fastmod.runs.study import Outcome, Record, Row
+from fastmod.runs.config import Config, StudyError, changed
+from fastmod.runs.study import Outcome, Study
 from fastmod.runs.trial import Trial
 
 Masks = dict[str, Tensor]  # name of a parameter -> bool, of its shape
@@ -45,6 +45,7 @@ class MaskConfig(Config):
     beta: float = 1e-4  # the loss gets beta / batch * sum of the logits
     samples: int = 4  # masks per batch
     mask_init: float = 2.0  # logits to begin with: kept with probability 0.88
+    paper: bool = False  # the paper's sizes and steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -312,64 +313,37 @@ def histogram(masked: MaskedModel) -> list[int]:
     return [int(count) for count in torch.histc(probabilities, BINS, 0, 1)]
 
 
-# ---- rows of tables
+# ---- the study
 
 
-def row(
-    outcome: Outcome,
-    model: str,
-    name: str,
-    paper: str,
-    pick: Callable[[dict[str, Any]], float | None],
-    note: str = "",
-) -> Row:
-    """Ours is what ``pick`` finds in the result of every trial of the model; None does not count."""
-    records = outcome.of(model)
-    values = [value for record in records if (value := pick(record.result)) is not None]
-    steps = max((record.steps for record in records), default=0)
-    return Row(f"{model}, {name}", paper, values, steps, sum(record.seconds for record in records) / 60, note)
+class MaskStudy(Study):
+    """Presets for ``--set paper=true``, and what to say of a run beside the paper's."""
+
+    def config_of(self, config: Any, model: str) -> Any:
+        """With ``paper``, the model's preset; what was set to another value than the default stays as it was set.
+        Else settings whose name ends in the kind of the model, such as ``beta_lstm``, are its own."""
+        if config.paper:
+            left = {key for key in self.presets[model] if getattr(config, key) == getattr(self.defaults, key)}
+            return changed(config, {key: self.presets[model][key] for key in left})
+        kind = "_" + model.partition("_")[0].lower()
+        own = [field.name for field in fields(config) if field.name.endswith(kind)]
+        return changed(config, {name.removesuffix(kind): getattr(config, name) for name in own})
+
+    def setting(self, config: Any, model: str) -> str:
+        """Whether a model was trained as the paper's, and where not."""
+        ours, theirs = self.config_of(config, model), self.presets[model]
+        apart = [
+            f"{key} {_said(getattr(ours, key))} ({_said(v)})" for key, v in theirs.items() if getattr(ours, key) != v
+        ]
+        return f"not the paper's setting: {', '.join(apart)}" if apart else "the paper's setting"
+
+    def note(self, outcome: Outcome, model: str) -> str:
+        """For the rows of a model."""
+        weights = outcome.of(model)[0].result["weights"]["total"]
+        return f"{weights:,} masked weights; {self.setting(outcome.config, model)}"
 
 
-def layer_names(record: Record) -> list[str]:
-    """The masked parameters in the order of the net."""
-    return [name for name in record.result["weights"] if name != "total"]
-
-
-def size_note(outcome: Outcome, model: str, paper: str) -> str:
-    """What was run, beside what the paper ran."""
-    weights, config = outcome.of(model)[0].result["weights"]["total"], outcome.config
-    ours = f"{weights:,} masked weights, {config.steps:,} steps + {config.mask_steps:,} a mask"
-    return f"{ours}; paper: {paper}, 20,000 + 20,000"
-
-
-def accuracy_rows(outcome: Outcome, model: str, tasks: Sequence[str], note: str = "") -> list[Row]:
-    """Per task: without a mask, under its own, under the other tasks' masks, and under all of them inverted."""
-    rows = []
-    for task in tasks:
-        enough = ">= 95 % of no mask (C.2)"
-        rows.append(row(outcome, model, f"{task}, no mask", "nearly perfect", picker("accuracy", task), note))
-        for mask in sorted(tasks, key=lambda mask: mask != task):
-            paper = enough if mask == task else "-"
-            rows.append(row(outcome, model, f"{task}, mask of {mask}", paper, picker("masked", mask, task), note))
-        for mask in tasks:
-            name = f"{task}, inverted mask of {mask}"
-            rows.append(row(outcome, model, name, "-", picker("inverted", mask, task), note))
-    return rows
-
-
-def sharing_rows(outcome: Outcome, model: str, task: str, paper: str, note: str = "", *, only: str = "") -> list[Row]:
-    """Per layer and in total, the share of the task's weights that other tasks keep too; ``only``: how names end."""
-    names = [*(name for name in layer_names(outcome.of(model)[0]) if name.endswith(only)), "total"]
-    return [row(outcome, model, f"{task}, shared in {n}", paper, picker("sharing", task, n), note) for n in names]
-
-
-def picker(*path: str) -> Callable[[dict[str, Any]], float | None]:
-    """Follows keys into a result."""
-
-    def pick(result: dict[str, Any]) -> float | None:
-        found: Any = result
-        for key in path:
-            found = found[key]
-        return found
-
-    return pick
+def _said(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "-".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

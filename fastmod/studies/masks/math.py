@@ -19,12 +19,12 @@ from fastmod.data import mathematics
 from fastmod.data.mathematics import CHARACTERS, LEVELS, Texts
 from fastmod.models import SequenceTransformer
 from fastmod.optim import Adam
-from fastmod.runs.config import StudyError, changed
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.masks import figures, masking
+from fastmod.runs.config import StudyError
+from fastmod.runs.study import Outcome, Row
+from fastmod.studies.masks import figures, masking, tables
 from fastmod.studies.masks.figures import bar
-from fastmod.studies.masks.masking import picker
 from fastmod.studies.masks.sequences import PAD, bucketed_by_length, exact_match, sequence_loss, trim_padding
+from fastmod.studies.masks.tables import picker
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,10 +35,11 @@ TASKS = {task.partition("__")[2]: task for task in mathematics.TASKS}  # model -
 _EVALUATED = 100  # questions per level in the course of training; all of them at the end
 _ROWS = 256  # evaluated at once
 
-#: The paper's Table 1 and C.6.2.
+#: The paper's Table 1 and C.6.2; its dropout is PyTorch's.
 _NET = {
-    "width": 256, "inner": 512, "layers": 3, "questions": 600_000, "validation": 10_000,
-    "lr": 1e-4, "lr_end": 1.0, "warmup": 0, "mask_lr_end": 1.0, "mask_batch": None, "mask_init": 2.0,
+    "width": 256, "inner": 512, "heads": 4, "layers": 3, "dropout": 0.1, "questions": 600_000, "validation": 10_000,
+    "lr": 1e-4, "lr_end": 1.0, "clip": 1.0, "warmup": 0, "mask_lr_end": 1.0, "mask_batch": None, "mask_init": 2.0,
+    "samples": 8,
 }  # fmt: skip
 _TASKS: Mapping[str, Mapping[str, Any]] = {
     "add_or_sub": {"batch": 256, "beta": 2e-5, "steps": 30_000, "mask_steps": 30_000, "mask_lr": 0.03},
@@ -81,7 +82,6 @@ class MaskMathConfig(masking.MaskConfig):
     questions: int = 10_000  # per level, to learn from
     validation: int = 500  # per level, to measure on
     data: str | None = None  # folder of the published files; none: FASTMOD_DATA or the package mathematics_dataset
-    paper: bool = False  # the paper's sizes and steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,7 +176,7 @@ class MaskMathTrial(masking.MaskTrial):
         return found
 
 
-class MaskMath(Study):
+class MaskMath(masking.MaskStudy):
     name = "mask-math"
     title = "The Mathematics Dataset under weight masks: other weights for harder questions?"
     paper = "Weight masks, section 4 and C.6.2, Figure 5"
@@ -200,19 +200,14 @@ class MaskMath(Study):
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
-            config = self.config_of(outcome.config, model)
-            theirs = self.config_of(changed(config, {"paper": True}), model)
-            note = (
-                f"width {config.width}, {config.layers} layers, {config.training()}, {config.questions} questions a "
-                f"level; paper: width 256, 3 layers, {theirs.training()}"
-            )
+            note = self.note(outcome, model)
             for level in LEVELS:
                 printed = "Figure 5" if level == "hard" else "-"
-                rows.append(masking.row(outcome, model, f"{level}, no mask", printed, picker("accuracy", level), note))
+                rows.append(tables.row(outcome, model, f"{level}, no mask", printed, picker("accuracy", level), note))
                 for mask in (ALL, EASY):
                     name = f"{level}, mask of {mask}"
                     expected = f"{printed}: a drop" if (level, mask) == ("hard", EASY) else printed
-                    rows.append(masking.row(outcome, model, name, expected, picker("masked", mask, level), note))
+                    rows.append(tables.row(outcome, model, name, expected, picker("masked", mask, level), note))
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:

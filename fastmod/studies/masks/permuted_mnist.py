@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,8 +23,8 @@ from fastmod.masks import MaskedModel, union
 from fastmod.models import MLP
 from fastmod.optim import Adam
 from fastmod.runs.config import StudyError
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.masks import figures, masking
+from fastmod.runs.study import Outcome, Row
+from fastmod.studies.masks import figures, masking, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 PIXELS, CLASSES = 784, 10
 _EVALUATED = 2000  # test images; all of them where a task's own mask is measured at the end
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of MNIST's pixels
+
+
+#: The paper's C.5, and C.1 for the batch; alpha = 1e-5 times the batch is beta.
+PAPER: Mapping[str, Any] = {
+    "steps": 30_000, "batch": 128, "tasks": 11, "hidden": (800, 800, 64), "lr": 1e-2, "mask_lr": 1e-2, "lr_end": 1.0,
+    "mask_lr_end": 1.0, "clip": 1.0, "beta": 1.28e-3, "samples": 8, "mask_init": 2.0, "new_init": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,7 +201,7 @@ class MaskPermutedTrial(masking.MaskTrial):
         return {**found, "learned": learned, "remembered": remembered, "occupied": occupied}
 
 
-class MaskPermutedMNIST(Study):
+class MaskPermutedMNIST(masking.MaskStudy):
     name = "mask-permuted-mnist"
     title = "Permuted MNIST, task after task, with frozen masks: is what was learned reused?"
     paper = "Weight masks, section 3.3 and C.5, Figures 3 and 15"
@@ -201,33 +209,33 @@ class MaskPermutedMNIST(Study):
     default_models = models
     default_seeds = "0"
     defaults = MaskPermutedConfig()
+    presets: ClassVar = {"FNN": PAPER}
     quick: ClassVar = {"steps": 200, "evaluate_every": 100, "tasks": 3, "hidden": (200, 200, 64)}
 
     def prepare(self, config: MaskPermutedConfig) -> None:
         _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
 
     def trial(self, config: MaskPermutedConfig, model: str, seed: int, device: torch.device) -> MaskPermutedTrial:
-        return MaskPermutedTrial(config, model, seed, device)
+        return MaskPermutedTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
-        rows, config = [], outcome.config
+        rows = []
         for model in outcome.models():
             record = outcome.of(model)[0]
-            sizes = "-".join(map(str, config.hidden))
-            note = f"{sizes} units, {config.tasks} tasks of {config.steps:,} steps; paper: 800-800-64, 11 of 30,000"
+            note = self.note(outcome, model)
             tasks = list(record.result["learned"])
             for task in tasks:
                 for key, text in (("learned", "after its training"), ("remembered", "after all training")):
-                    pick = masking.picker(key, task)
-                    rows.append(masking.row(outcome, model, f"{task}, accuracy {text}", "-", pick, note))
+                    pick = tables.picker(key, task)
+                    rows.append(tables.row(outcome, model, f"{task}, accuracy {text}", "-", pick, note))
             for task in tasks[1:]:
                 paper = "little while there is space (Figure 3)"
-                rows += masking.sharing_rows(outcome, model, task, paper, note, only="weight")
-            for name in masking.layer_names(record):
+                rows += tables.sharing_rows(outcome, model, task, paper, note, only="weight")
+            for name in tables.layer_names(record):
                 if name.endswith("weight"):
                     text = f"{name} occupied after {tasks[-1]}"
-                    pick = masking.picker("occupied", tasks[-1], name)
-                    rows.append(masking.row(outcome, model, text, "the last layer fills first", pick, note))
+                    pick = tables.picker("occupied", tasks[-1], name)
+                    rows.append(tables.row(outcome, model, text, "the last layer fills first", pick, note))
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
