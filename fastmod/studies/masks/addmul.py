@@ -50,7 +50,7 @@ class MaskAddMulTrial(masking.MaskTrial):
         return self.config.net(self.name, _INPUTS, _OUTPUTS)
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
-        shape = (self.config.chunk, self.config.batch_of(task))
+        shape = (self.config.chunk, self.batch_of(task))
         numbers = torch.randint(LIMIT, (*shape, 2), generator=generator, device=self.device)
         if task is None:
             operation = torch.randint(2, shape, generator=generator, device=self.device)
@@ -69,9 +69,8 @@ class MaskAddMulTrial(masking.MaskTrial):
         return arithmetic.digit_loss(self.scores_of(model, inputs), digits)
 
     def _pairs(self) -> Tensor:
-        """All pairs of numbers ``[10000, 2]``, some of them before the end."""
-        numbers = torch.arange(LIMIT, device=self.device)
-        return torch.cartesian_prod(numbers, numbers)[:: 1 if self.finished else SPARSE]
+        """All pairs of numbers ``[10000, 2]`` that are reported on, some of them before the end."""
+        return self.config.pairs(self.device)[:: 1 if self.finished else SPARSE]
 
     def _predictions(self, model: nn.Module, numbers: Tensor, operation: int) -> Tensor:
         which = torch.full(numbers.shape[:-1], operation, device=self.device)
@@ -92,7 +91,13 @@ class MaskAddMulTrial(masking.MaskTrial):
         return {**shares, "none": max(0.0, 1.0 - sum(shares.values()))}
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
-        numbers = self._pairs()
+        return self._accuracies(model, self._pairs())
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        found = self._accuracies(model, self.config.pairs(self.device, held=True))
+        return sum(found.values()) / len(found)
+
+    def _accuracies(self, model: nn.Module, numbers: Tensor) -> dict[str, float]:
         found = {}
         for number, name in enumerate(OPERATIONS):
             right = answers_of(numbers, torch.full_like(numbers[:, 0], number))

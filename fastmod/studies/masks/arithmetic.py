@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod.models import LSTM, MLP
 from fastmod.runs.config import StudyError
 from fastmod.studies.masks.masking import MaskConfig
-from fastmod.tasks.arithmetic import DIGIT
+from fastmod.tasks.arithmetic import DIGIT, LIMIT
 
 HIDDEN: Mapping[str, tuple[int, ...]] = {
     "FNN_small": (400, 400, 200),
@@ -52,6 +53,16 @@ class ArithmeticConfig(MaskConfig):
             raise StudyError(f"init_scale: expected more than 0, got {self.init_scale}")
         if self.hidden is not None and not all(size >= 1 for size in self.hidden):
             raise StudyError(f"hidden: expected sizes of 1 or more, got {self.hidden}")
+
+    def pairs(self, device: torch.device, *, held: bool = False) -> Tensor:
+        """All pairs of numbers ``[10000, 2]``. Where beta is picked, a tenth of them is ``held`` for that, and accuracy
+        is reported on the others. Both are in the training data, as all pairs are in the paper's."""
+        numbers = torch.arange(LIMIT)
+        every = torch.cartesian_prod(numbers, numbers)
+        if self.auto:
+            order = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))
+            every = every[order[: len(every) // 10] if held else order[len(every) // 10 :].sort().values]
+        return every.to(device)
 
     def net(self, name: str, inputs: int, outputs: int) -> nn.Module:
         """The net of that name: an LSTM if it begins so, else an FNN."""

@@ -62,7 +62,7 @@ class MaskCifarConfig(masking.MaskConfig):
     mask_steps: int = 400
     evaluate_every: int = 200
     mask_lr: float = 3e-2  # of fewer steps than the paper's, so each is longer
-    beta: float = 5e-4
+    beta: float | str = 5e-4
     channels: tuple[int, ...] = (16, 32, 64, 128)  # of the CNN's convolutions; the paper's: 32,64,128,256
     depth: int = 110  # of the ResNet
     removed: tuple[str, ...] = CLASSES  # classes to learn a mask without
@@ -94,10 +94,14 @@ class MaskCifarTrial(masking.MaskTrial):
         self.data = data
         pixels = data.train_images.transpose(0, 1).flatten(1).float()  # [3, ...]
         self.mean, self.deviation = pixels.mean(1).view(3, 1, 1), pixels.std(1).view(3, 1, 1).clamp(min=1.0)
-        self.images_of: dict[str | None, Tensor] = {None: torch.arange(len(data.train_labels), device=device)}
+        learned = torch.arange(len(data.train_labels), device=device)
+        # To pick beta on: images that nothing is learned from, the last ones.
+        self.held = learned[len(learned) - len(learned) // 10 if config.auto else len(learned) :]
+        learned = learned[: len(learned) - len(self.held)]
+        self.images_of: dict[str | None, Tensor] = {None: learned}
         for task in self.tasks:
-            shown = data.train_labels != (-1 if task == ALL else CLASSES.index(task))
-            self.images_of[task] = shown.nonzero().squeeze(1)
+            shown = data.train_labels[learned] != (-1 if task == ALL else CLASSES.index(task))
+            self.images_of[task] = learned[shown]
             if not len(self.images_of[task]):
                 raise StudyError(f"mask-cifar: no training images left without {task}")
         super().__init__(config, name, seed, device)
@@ -120,7 +124,7 @@ class MaskCifarTrial(masking.MaskTrial):
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Which images ``[chunk, B]``, and for the ResNet where to crop and whether to flip them ``[chunk, B, 3]``."""
-        shape = (self.config.chunk, self.config.batch_of(task))
+        shape = (self.config.chunk, self.batch_of(task))
         shown = self.images_of[task]
         index = shown[torch.randint(len(shown), shape, generator=generator, device=self.device)]
         if self.name != "ResNet110":
@@ -163,7 +167,13 @@ class MaskCifarTrial(masking.MaskTrial):
     def confusion(self, model: nn.Module) -> Tensor:
         """Shares ``[10, 10]`` of each true class (rows) that are taken for each class."""
         count = None if self.finished else _EVALUATED
-        images, labels = self.data.test_images[:count], self.data.test_labels[:count]
+        return self._confusion(model, self.data.test_images[:count], self.data.test_labels[:count])
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        held = self._confusion(model, self.data.train_images[self.held], self.data.train_labels[self.held])
+        return held.diagonal().mean().item()
+
+    def _confusion(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         predictions = torch.cat([model(self._scaled(some)).argmax(-1) for some in images.split(500)])
         counts = torch.bincount(labels * len(CLASSES) + predictions, minlength=len(CLASSES) ** 2)
         counts = counts.view(len(CLASSES), -1).double()

@@ -32,7 +32,7 @@ _INPUTS, _OUTPUTS = 80, 40
 class MaskDoubleAddConfig(arithmetic.ArithmeticConfig):
     steps: int = 2000
     mask_steps: int = 1500
-    beta: float = 4e-4  # the paper's for the FNN
+    beta: float | str = 4e-4  # the paper's for the FNN
     beta_lstm: float = 1e-4
 
 
@@ -67,7 +67,7 @@ class MaskDoubleAddTrial(masking.MaskTrial):
         return self.config.net(self.name, _INPUTS, _OUTPUTS)
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
-        shape = (self.config.chunk, self.config.batch_of(task), 4)
+        shape = (self.config.chunk, self.batch_of(task), 4)
         numbers = torch.randint(LIMIT, shape, generator=generator, device=self.device)
         return inputs_of(numbers), answers_of(numbers)
 
@@ -97,10 +97,15 @@ class MaskDoubleAddTrial(masking.MaskTrial):
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
         """On all sums of either pair (some of them before the end), the other pair having sums in another order."""
-        one = torch.arange(LIMIT, device=self.device)
-        every = torch.cartesian_prod(one, one)
+        return self._accuracies(model, self.config.pairs(self.device), 1 if self.finished else SPARSE)
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        found = self._accuracies(model, self.config.pairs(self.device, held=True))
+        return sum(found.values()) / len(found)
+
+    def _accuracies(self, model: nn.Module, every: Tensor, apart: int = 1) -> dict[str, float]:
         other = every[torch.randperm(len(every), generator=self.generator("evaluation"), device=self.device)]
-        numbers = torch.cat([every, other], -1)[:: 1 if self.finished else SPARSE]
+        numbers = torch.cat([every, other], -1)[::apart]
         right: dict[str, list[Tensor]] = {name: [] for name in PAIRS}
         for some in numbers.split(ROWS):
             digits = answers_of(some)

@@ -1,7 +1,9 @@
 """Trials that train a net, freeze it, and then learn which of its weights each task needs.
 
-Stages: ``full`` (the plain net on the whole problem), then one per task, each with fresh mask logits and a new Adam on
-the frozen net. The stage follows from the step; masks that are done are kept as bits in ``extra``.
+Stages: the plain net on the whole problem, then one per task, each with fresh mask logits and a new Adam on the frozen
+net. With ``beta=auto`` there are stages in between, each with a mask of the whole problem under a larger beta, until
+one loses on validation examples (appendix C.2). The stage follows from the step; masks that are done are kept as bits
+in ``extra``.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastmod import masks as weight_masks
 from fastmod.masks import MaskedModel
+from fastmod.masks.beta import pick_beta
 from fastmod.masks.files import pack, unpack
 from fastmod.optim import Adam
 from fastmod.runs.config import Config, StudyError, changed
@@ -27,6 +30,17 @@ from fastmod.runs.trial import Trial
 Masks = dict[str, Tensor]  # name of a parameter -> bool, of its shape
 
 BINS = 20  # of the histogram of mask probabilities
+AUTO = "auto"  # beta: the largest under which a mask of the whole problem keeps 95 % of the validation accuracy
+
+
+class Stage(NamedTuple):
+    """What is trained: the plain net or a mask over it, on a task or, for None, on the whole problem."""
+
+    task: str | None
+    masked: bool
+
+
+FULL, SEARCH = Stage(None, masked=False), Stage(None, masked=True)
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,8 @@ class MaskConfig(Config):
     mask_batch: int | None = None  # examples a step of a mask's training; none: batch
     mask_lr: float = 1e-2
     mask_lr_end: float = 1.0  # share of mask_lr left at the end of a mask's training; it falls in the second half
-    beta: float = 1e-4  # the loss gets beta / batch * sum of the logits
+    beta: float | str = 1e-4  # the loss gets beta / batch * sum of the logits; "auto": picked on validation examples
+    betas: tuple[float, ...] = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # that auto tries, in order
     samples: int = 4  # masks per batch
     mask_init: float = 2.0  # logits to begin with: kept with probability 0.88
     paper: bool = False  # the paper's sizes and steps
@@ -56,8 +71,10 @@ class MaskConfig(Config):
         for name in ("lr_end", "mask_lr_end"):
             if not 0 <= getattr(self, name) <= 1:
                 raise StudyError(f"{name}: expected a share, got {getattr(self, name)}")
-        if not 0 <= self.beta < math.inf:
-            raise StudyError(f"beta: expected 0 or more, got {self.beta}")
+        if self.beta != AUTO and (isinstance(self.beta, str) or not 0 <= self.beta < math.inf):
+            raise StudyError(f"beta: expected 0 or more, or {AUTO}, got {self.beta}")
+        if not self.betas or self.betas[0] <= 0 or any(b <= a for a, b in pairwise(self.betas)):
+            raise StudyError(f"betas: expected rising numbers above 0, got {self.betas}")
         if not math.isfinite(self.mask_init):
             raise StudyError(f"mask_init: expected a finite number, got {self.mask_init}")
         masked = "batch" if self.mask_batch is None else "mask_batch"
@@ -65,14 +82,10 @@ class MaskConfig(Config):
         if self.samples < 1 or batch < 1 or batch % self.samples:
             raise StudyError(f"{masked}: expected a multiple of samples = {self.samples}, got {batch}")
 
-    def training(self) -> str:
-        """Of how many steps and examples, for the notes of a table."""
-        net, mask = f"{self.steps:,} steps of {self.batch}", f"{self.mask_steps:,} a mask"
-        return f"{net} + {mask}" if self.mask_batch is None else f"{net} + {mask} of {self.mask_batch}"
-
-    def batch_of(self, task: str | None) -> int:
-        """Examples a step in the stage of a task, or in the full training for None."""
-        return self.batch if task is None or self.mask_batch is None else self.mask_batch
+    @property
+    def auto(self) -> bool:
+        """Whether beta is picked: then some examples are held back for it, which nothing else is measured on."""
+        return self.beta == AUTO
 
 
 class MaskTrial(Trial):
@@ -80,7 +93,8 @@ class MaskTrial(Trial):
 
     ``model`` is the plain net in every stage; ``masked`` is its MaskedModel, from the first mask's stage on. ``extra``:
     ``stage`` (which one model and optimiser are set up for), ``masks`` (task -> parameter -> packed bits) and
-    ``histograms`` (task -> counts) of the stages that are over.
+    ``histograms`` (task -> counts) of the stages that are over; for ``beta=auto`` also ``original`` (the plain net's
+    validation accuracy), ``tried`` (pairs of beta and accuracy) and, when it is found, ``beta``.
     """
 
     config: MaskConfig
@@ -90,9 +104,9 @@ class MaskTrial(Trial):
         self.config, self.name, self.seed, self.device = config, name, seed, device  # net() may look at them
         super().__init__(config, name, self.net(), seed, device)
         self.masked: MaskedModel | None = None
-        self.extra = {"stage": 0, "masks": {}, "histograms": {}}
-        if self.stages[0] is not None:
-            self._set_up(0)
+        self.extra = {"stage": 0, "masks": {}, "histograms": {}, "tried": []}
+        if self.stages[0].masked:
+            self._set_up()
 
     # ---- what a study's trial says
 
@@ -111,6 +125,10 @@ class MaskTrial(Trial):
     @abstractmethod
     def accuracies(self, model: nn.Module) -> dict[str, float]:
         """Task -> accuracy; called without gradients, in eval mode."""
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        """Of the whole problem, on examples that are neither learned from nor reported; called as ``accuracies`` is."""
+        raise StudyError(f"beta: {type(self).__name__} has no validation examples to pick it on, expected a number")
 
     def mask_options(self) -> dict[str, Any]:
         """More arguments of MaskedModel, such as ``mask_bias``."""
@@ -131,21 +149,26 @@ class MaskTrial(Trial):
     # ---- stages
 
     @property
-    def stages(self) -> tuple[str | None, ...]:
-        """A task each, None for the full training."""
-        return (None, *self.tasks)
+    def stages(self) -> tuple[Stage, ...]:
+        searches = len(self.extra["tried"]) + ("beta" not in self.extra) if self.config.auto else 0
+        return (FULL, *[SEARCH] * searches, *(Stage(task, masked=True) for task in self.tasks))
 
-    def steps_of(self, task: str | None) -> int:
-        return self.config.steps if task is None else self.config.mask_steps
+    def steps_of(self, stage: Stage) -> int:
+        return self.config.mask_steps if stage.masked else self.config.steps
 
     @property
     def steps(self) -> int:
         return sum(map(self.steps_of, self.stages))
 
     @property
+    def stage(self) -> Stage:
+        """The one that is set up."""
+        return self.stages[self.extra["stage"]]
+
+    @property
     def task(self) -> str | None:
         """The task of the stage that is set up."""
-        return self.stages[self.extra["stage"]]
+        return self.stage.task
 
     def stage_at(self, step: int) -> int:
         """Number of the stage that this step is in; the last one for the end."""
@@ -155,17 +178,17 @@ class MaskTrial(Trial):
     def chunk(self) -> Tensor:
         # Here and not after an evaluation: stages may end where nothing is evaluated.
         while self.extra["stage"] < self.stage_at(self.step):
-            self._keep_mask()
+            self._end_stage()
             self.extra["stage"] += 1
             self.next_stage()
-            self._set_up(self.extra["stage"])
+            self._set_up()
         self.set_rates()
         return super().chunk()
 
     def set_rates(self) -> None:
         """The learning rates of the next chunk."""
         groups = self.optimizer.param_groups
-        if self.task is None:
+        if not self.stage.masked:
             for group in groups:
                 group["lr"] = self.lr * self.share_left(self.config.lr_end)
             return
@@ -187,21 +210,50 @@ class MaskTrial(Trial):
     def next_stage(self) -> None:
         """Between two stages, the last one's mask being kept: where weights may change."""
 
-    def _set_up(self, stage: int) -> None:
-        task = self.stages[stage]
-        assert task is not None, "the full training comes first"
+    def _set_up(self) -> None:
+        """Fresh logits over the frozen net, for the stage at hand."""
         config = self.config
         self.masked = MaskedModel(self.model, samples=config.samples, init=config.mask_init, **self.mask_options())
         self.masked.to(self.device)
-        self.begin_mask(task)
+        self._mode(training=True)
+        if self.task is not None:
+            self.begin_mask(self.task)
         self.optimizer = self.make_mask_optimizer(self.masked)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    def _keep_mask(self) -> None:
+    @torch.no_grad()
+    def _end_stage(self) -> None:
+        """Keep what the stage has found."""
         if self.task is not None:
             assert self.masked is not None
             self.extra["masks"][self.task] = {name: pack(mask) for name, mask in self.masked.hard_masks().items()}
             self.extra["histograms"][self.task] = histogram(self.masked)
+        elif self.config.auto:
+            self._mode(training=False)
+            accuracy = self.validation_accuracy(self.model if self.masked is None else self.masked)
+            if self.masked is None:
+                self.extra["original"] = accuracy
+            else:
+                self.extra["tried"].append([self.beta, accuracy])
+                picked, _ = self._pick()
+                if picked is not None:
+                    self.extra["beta"] = picked
+
+    def _pick(self) -> tuple[float | None, float | None]:
+        """The beta that pick_beta settles on, or else the one that it wants to see next."""
+        known = dict(self.extra["tried"])
+
+        def accuracy(beta: float) -> float:
+            if beta not in known:
+                raise _UntriedError(beta)
+            return known[beta]
+
+        try:
+            return pick_beta(accuracy, self.extra["original"], betas=self.config.betas)[0], None
+        except _UntriedError as untried:
+            return None, untried.beta
+        except ValueError as error:
+            raise StudyError(f"beta: {error}") from None
 
     def masks(self) -> dict[str, Masks]:
         """Task -> its mask, of the stages that are over."""
@@ -216,15 +268,25 @@ class MaskTrial(Trial):
     def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         return self.batches_of(self.task, generator)
 
+    def batch_of(self, task: str | None) -> int:
+        """Examples a step: of a task's mask, or for None of the stage at hand."""
+        masked = task is not None or self.stage.masked
+        return self.config.mask_batch if masked and self.config.mask_batch is not None else self.config.batch
+
     def loss(self, *batch: Tensor) -> Tensor:
         if self.masked is None:
             return self.loss_of(self.model, *batch)
-        penalty = self.masked.penalty() * (self.beta / self.config.batch_of(self.task))
+        penalty = self.masked.penalty() * (self.beta / self.batch_of(self.task))
         return self.loss_of(self.masked, *batch) + penalty
 
     @property
     def beta(self) -> float:
-        return self.config.beta
+        """Of the stage at hand."""
+        if not self.config.auto:
+            return float(self.config.beta)
+        if "beta" in self.extra:
+            return self.extra["beta"]
+        return self._pick()[1] or math.nan
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -247,6 +309,8 @@ class MaskTrial(Trial):
         self.model.train(training)
         if self.masked is not None:
             self.masked.train(training)
+            if training and not self.mask_options().get("train_weights"):
+                freeze(self.model)
 
     # ---- checkpoints
 
@@ -254,10 +318,10 @@ class MaskTrial(Trial):
         return super().state() | {"logits": None if self.masked is None else self.masked.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        stage, logits = state["extra"]["stage"], state["logits"]
+        logits = state["logits"]
         self.extra = state["extra"]  # begin_mask may look at the masks of earlier tasks
-        if self.stages[stage] is not None:
-            self._set_up(stage)
+        if self.stage.masked:
+            self._set_up()
         super().load_state(state)
         if self.masked is not None:
             try:
@@ -271,11 +335,13 @@ class MaskTrial(Trial):
     def result(self, last: dict[str, float]) -> dict[str, Any]:
         """What tables and figures need; see the keys of the last lines. Every number of weights has one entry per
         parameter and a ``total``."""
-        self._keep_mask()
+        self._end_stage()
         self._mode(training=False)
         masks = self.masks()
         some = next(iter(masks.values()))
+        picked = {"picked": {key: self.extra[key] for key in ("beta", "tried", "original")}} if self.config.auto else {}
         return {
+            **picked,
             "accuracy": self.accuracies(self.model),
             "masked": {task: self._under(mask) for task, mask in masks.items()},
             "inverted": {task: self._under(weight_masks.inverted(mask)) for task, mask in masks.items()},
@@ -296,6 +362,25 @@ class MaskTrial(Trial):
         assert self.masked is not None
         with self.masked.using(mask):
             return self.accuracies(self.masked)
+
+
+class _UntriedError(Exception):
+    """A beta that no mask was trained with yet."""
+
+    def __init__(self, beta: float) -> None:
+        super().__init__(beta)
+        self.beta = beta
+
+
+def freeze(net: nn.Module) -> None:
+    """Evaluation mode: what a mask is learned for is the net as it is used, without dropout and with the statistics
+    that batch norm has collected."""
+    net.eval()
+    for module in net.modules():
+        if isinstance(module, nn.RNNBase):
+            # cuDNN has no backward in evaluation mode; without dropout the two modes are the same.
+            module.dropout = 0.0
+            module.train()
 
 
 def _shares(found: Mapping[str, Any]) -> dict[str, float | None]:
@@ -320,14 +405,15 @@ class MaskStudy(Study):
     """Presets for ``--set paper=true``, and what to say of a run beside the paper's."""
 
     def config_of(self, config: Any, model: str) -> Any:
-        """With ``paper``, the model's preset; what was set to another value than the default stays as it was set.
+        """With ``paper``, the model's preset, except for what was set to another value than the study's default.
         Else settings whose name ends in the kind of the model, such as ``beta_lstm``, are its own."""
         if config.paper:
             left = {key for key in self.presets[model] if getattr(config, key) == getattr(self.defaults, key)}
             return changed(config, {key: self.presets[model][key] for key in left})
         kind = "_" + model.partition("_")[0].lower()
         own = [field.name for field in fields(config) if field.name.endswith(kind)]
-        return changed(config, {name.removesuffix(kind): getattr(config, name) for name in own})
+        settings = {name.removesuffix(kind): getattr(config, name) for name in own}
+        return changed(config, settings | ({"beta": AUTO} if config.auto else {}))
 
     def setting(self, config: Any, model: str) -> str:
         """Whether a model was trained as the paper's, and where not."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ALL = "all"  # the control: every level
 EASY = "easy"
+PICKING = "picking"  # questions of all levels that beta=auto is picked on
 TASKS = {task.partition("__")[2]: task for task in mathematics.TASKS}  # model -> task
 _EVALUATED = 100  # questions per level in the course of training; all of them at the end
 _ROWS = 256  # evaluated at once
@@ -71,7 +72,7 @@ class MaskMathConfig(masking.MaskConfig):
     mask_lr_end: float = 0.02
     # With 2, an eighth of the weights missing at random, masks learn to live with that and not which ones they need.
     mask_init: float = 4.0
-    beta: float = 3e-4
+    beta: float | str = 3e-4
     samples: int = 8
     warmup: int = 500  # steps of the full training in which the learning rate rises
     width: int = 64
@@ -98,17 +99,23 @@ def _pairs(task: str, level: str, count: int, root: str | None, environment: str
 
 
 def texts_of(config: MaskMathConfig, model: str) -> tuple[dict[str, Texts], dict[str, Texts]]:
-    """What to learn from, by the mask's task (``all``, ``easy``), and what to measure on, by level.
+    """What to learn from, by the mask's task (``all``, ``easy``), and what to measure on, by level; where beta is
+    picked, also what to pick it on, as ``picking``.
 
     Harder levels may repeat an easier one: no question that is measured is learned, and none is learned twice.
     """
-    count, environment = config.questions + config.validation, os.environ.get("FASTMOD_DATA")
+    aside = config.validation * (2 if config.auto else 1)
+    count, environment = config.questions + aside, os.environ.get("FASTMOD_DATA")
     levels = {level: _pairs(TASKS[model], level, count, config.data, environment) for level in LEVELS}
     held = {level: pairs[: config.validation] for level, pairs in levels.items()}
     seen = {question for pairs in held.values() for question, _ in pairs}
+    if config.auto:
+        rest = [pair for pairs in levels.values() for pair in pairs[config.validation : aside] if pair[0] not in seen]
+        held[PICKING] = rest
+        seen |= {question for question, _ in rest}
     learned: dict[str, list[tuple[str, str]]] = {}
     for level, pairs in levels.items():
-        learned[level] = [pair for pair in pairs[config.validation :] if pair[0] not in seen]
+        learned[level] = [pair for pair in pairs[aside:] if pair[0] not in seen]
         seen |= {question for question, _ in learned[level]}
     if not learned[EASY]:
         raise StudyError(f"{model}: no easy question is left to learn from; try more questions")
@@ -152,7 +159,7 @@ class MaskMathTrial(masking.MaskTrial):
         """Which pairs ``[chunk, B]``, of like lengths, and whether they are of the easy ones ``[chunk]``."""
         config, texts = self.config, self.texts[task or ALL]
         drawn = torch.randint(
-            len(texts.questions), (config.chunk * config.batch_of(task),), generator=generator, device=self.device
+            len(texts.questions), (config.chunk * self.batch_of(task),), generator=generator, device=self.device
         )
         order = bucketed_by_length((texts.questions[drawn] != PAD).sum(1), config.chunk, generator)
         return drawn[order], torch.full((config.chunk,), task == EASY)
@@ -165,15 +172,19 @@ class MaskMathTrial(masking.MaskTrial):
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
         """Level -> share of its questions that are answered right to the last character."""
-        found = {}
-        for level, texts in self.validation.items():
-            index = torch.arange(len(texts.questions), device=self.device)[: None if self.finished else _EVALUATED]
-            right = 0
-            for some in index[(texts.questions[index] != PAD).sum(1).argsort()].split(_ROWS):
-                answers = trim_padding(texts.answers[some])
-                right += int(exact_match(model(trim_padding(texts.questions[some]), answers), answers).sum())
-            found[level] = right / len(index)
-        return found
+        most = None if self.finished else _EVALUATED
+        return {level: self._accuracy(model, self.validation[level], most) for level in LEVELS}
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        return self._accuracy(model, self.validation[PICKING], None)
+
+    def _accuracy(self, model: nn.Module, texts: Texts, most: int | None) -> float:
+        index = torch.arange(len(texts.questions), device=self.device)[:most]
+        right = 0
+        for some in index[(texts.questions[index] != PAD).sum(1).argsort()].split(_ROWS):
+            answers = trim_padding(texts.answers[some])
+            right += int(exact_match(model(trim_padding(texts.questions[some]), answers), answers).sum())
+        return right / len(index)
 
 
 class MaskMath(masking.MaskStudy):

@@ -58,6 +58,8 @@ class MaskPermutedConfig(masking.MaskConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.auto:
+            raise StudyError("beta: expected a number, since weights are trained along with their masks, got auto")
         if not 1 <= self.tasks <= 1000:
             raise StudyError(f"tasks: expected 1 to 1000, got {self.tasks}")
         if self.new_init is not None and not math.isfinite(self.new_init):
@@ -84,6 +86,16 @@ def _standardised(images: Tensor) -> Tensor:
     return (images.flatten(1).float() / 255 - _MEAN) / _DEVIATION
 
 
+@torch.no_grad()
+def xavier(net: MLP) -> None:
+    """Xavier-normal weights, with ReLU's gain in all layers but the last, and no biases: as the paper's authors' code
+    begins with them, and the free weights before every task."""
+    *hidden, last = (layer for layer in net.modules() if isinstance(layer, nn.Linear))
+    for layer in (*hidden, last):
+        nn.init.xavier_normal_(layer.weight, gain=1.0 if layer is last else nn.init.calculate_gain("relu"))
+        nn.init.zeros_(layer.bias)
+
+
 class MaskPermutedTrial(masking.MaskTrial):
     """``extra`` also has ``learned``: the accuracy of every task as it was when its training ended."""
 
@@ -98,13 +110,15 @@ class MaskPermutedTrial(masking.MaskTrial):
         self.extra["learned"] = {}
 
     def net(self) -> nn.Module:
-        return MLP((PIXELS, *self.config.hidden, CLASSES)).to(self.device)
+        net = MLP((PIXELS, *self.config.hidden, CLASSES))
+        xavier(net)
+        return net.to(self.device)
 
     @property
-    def stages(self) -> tuple[str | None, ...]:
-        return tuple(self.tasks)
+    def stages(self) -> tuple[masking.Stage, ...]:
+        return tuple(masking.Stage(task, masked=True) for task in self.tasks)
 
-    def steps_of(self, task: str | None) -> int:
+    def steps_of(self, stage: masking.Stage) -> int:
         return self.config.steps
 
     def mask_options(self) -> dict[str, Any]:
@@ -123,7 +137,7 @@ class MaskPermutedTrial(masking.MaskTrial):
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Which images, ``[chunk, batch]``: pixels are gathered step by step."""
-        shape = (self.config.chunk, self.config.batch_of(task))
+        shape = (self.config.chunk, self.batch_of(task))
         return (torch.randint(len(self.train_labels), shape, generator=generator, device=self.device),)
 
     def loss_of(self, model: nn.Module, *batch: Tensor) -> Tensor:

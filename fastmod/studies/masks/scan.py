@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,7 @@ ALL = "simple"  # the split whose training set has commands of every kind: the w
 SPLITS = {ALL: "simple", "length": "length", "jump": "add_prim_jump", "turn_left": "add_prim_turn_left"}
 _EVALUATED = 300  # test sequences per split in the course of training; all of them at the end
 _ROWS = 256  # evaluated at once
+_HELD = 10  # with beta=auto, one in so many is held back
 
 #: The paper's C.6.1. The sizes and the dropout of the LSTM are those of Lake and Baroni's net, which it takes; that of
 #: the Transformer is PyTorch's. The sweep that its authors published for the Transformer has a beta of 6e-4.
@@ -62,7 +63,7 @@ class MaskScanConfig(masking.MaskConfig):
     # A twentieth of the paper's steps, so each is longer; that asks for more examples and samples to average over. What
     # a split does not need is taken away slowly, and only from a net that has no doubts left: hence the long training.
     mask_lr: float = 5e-2
-    beta: float = 3e-5
+    beta: float | str = 3e-5
     # The Transformer's own. Its layers bear little noise: with logits of 2, an eighth of the weights missing at random,
     # masks learn to live with that, and the net of the weights they keep does not work.
     lr_transformer: float = 5e-4
@@ -113,7 +114,24 @@ class MaskScanTrial(masking.MaskTrial):
             split: SCAN(*(Sequences(*(tensor.to(device) for tensor in part)) for part in parts))
             for split, parts in _data(config).items()
         }
+        self.held: Sequences | None = None
+        if config.auto:
+            self._hold_back()
         super().__init__(config, name, seed, device)
+
+    def _hold_back(self) -> None:
+        """To pick beta on: every tenth pair of the whole problem's training set, which is then neither learned from nor
+        reported on in any split."""
+        pairs = self.data[ALL].train
+        held = torch.arange(len(pairs.commands), device=pairs.commands.device) % _HELD == 0
+        self.held = Sequences(*(tensor[held] for tensor in pairs))
+        known = {_key(command) for command in self.held.commands.tolist()}
+        for split, parts in self.data.items():
+            self.data[split] = SCAN(*(_without(part, known) for part in parts))
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        assert self.held is not None
+        return self._accuracy(model, self.held, len(self.held.commands))
 
     def net(self) -> nn.Module:
         config, words = self.config, (len(COMMANDS), len(ACTIONS))
@@ -126,7 +144,7 @@ class MaskScanTrial(masking.MaskTrial):
         config = self.config
         split = ALL if task is None else task
         actions = self.data[split].train.actions
-        count = config.chunk * config.batch_of(task)
+        count = config.chunk * self.batch_of(task)
         drawn = torch.randint(len(actions), (count,), generator=generator, device=self.device)
         order = bucketed_by_length((actions[drawn] != PAD).sum(1), config.chunk, generator)
         forced = torch.rand(config.chunk, generator=generator, device=self.device) < config.forcing
@@ -141,12 +159,14 @@ class MaskScanTrial(masking.MaskTrial):
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
         """Split -> share of the sequences of its test set that are right from beginning to end."""
-        return {split: self._accuracy(model, parts.test) for split, parts in self.data.items()}
+        most = None if self.finished else _EVALUATED
+        return {split: self._accuracy(model, parts.test, most) for split, parts in self.data.items()}
 
-    def _accuracy(self, model: nn.Module, pairs: Sequences) -> float:
+    def _accuracy(self, model: nn.Module, pairs: Sequences, most: int | None) -> float:
+        """Of about ``most`` of the pairs; None: of all."""
         index = torch.arange(len(pairs.actions), device=self.device)
-        if not self.finished:
-            index = index[:: max(1, len(index) // _EVALUATED)]
+        if most is not None:
+            index = index[:: max(1, len(index) // most)]
         lengths = (pairs.actions[index] != PAD).sum(1)
         right = 0
         for some in index[lengths.argsort()].split(_ROWS):
@@ -165,6 +185,19 @@ class MaskScanTrial(masking.MaskTrial):
             share = (control & ~mask["output.weight"]).sum(1) / control.sum(1).clamp(min=1)
             removed[split] = dict(zip(ACTIONS.words[2:], share[2:].tolist(), strict=True))  # END, then the actions
         return {**found, "output_removed": removed}
+
+
+def _key(sequence: Sequence[int]) -> tuple[int, ...]:
+    """A sequence without its padding."""
+    return tuple(word for word in sequence if word != PAD)
+
+
+def _without(pairs: Sequences, known: set[tuple[int, ...]]) -> Sequences:
+    """The pairs whose command is not among those."""
+    kept = torch.tensor([_key(command) not in known for command in pairs.commands.tolist()])
+    if not kept.any():
+        raise StudyError("beta: no commands are left beside those held back for it")
+    return Sequences(*(tensor[kept.to(tensor.device)] for tensor in pairs))
 
 
 class MaskScan(masking.MaskStudy):
