@@ -406,7 +406,7 @@ def test_bars_are_the_numbers(images: Path) -> None:
 
 def test_confusion_difference(tmp_path: Path) -> None:
     changes = {f"without {c}": torch.randn(3, 3).clamp(-1, 1).tolist() for c in "abc"}
-    figure = mask_figures.confusion_difference(changes, list("abc"), columns=2)
+    figure = mask_figures.confusion(changes, list("abc"), columns=2)
     shown = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert shown == list(changes)
     draw.save(figure, tmp_path / "confusion.png")

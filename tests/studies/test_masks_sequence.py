@@ -17,6 +17,7 @@ from fastmod.runs.config import StudyError, changed
 from fastmod.runs.study import Outcome, Record, Study
 from fastmod.studies import registry
 from fastmod.studies.masks import cifar as mask_cifar
+from fastmod.studies.masks import class_removal
 from fastmod.studies.masks import math as mask_math
 from fastmod.studies.masks import scan as mask_scan
 from fastmod.studies.masks.masking import MaskTrial
@@ -273,6 +274,7 @@ def test_cifar_trial(tmp_path: Path) -> None:
     for name in ("output.weight", "output.bias"):
         assert masks["ship"][name].equal(masks["all"][name])
     assert len(record.result["confusion"]["ship"]) == 10 and record.result["images"].startswith("20 training")
+    assert {"drops", "others", "control", "confusion_CNN_dropout"} <= set(study.figures(outcome))
     check_figures(study, outcome)
 
 
@@ -315,9 +317,28 @@ def test_cifar_drops_by_hand() -> None:
     control = dict.fromkeys(("all", *mask_cifar.CLASSES), 0.8)
     without = {**control, "cat": 0.2, "dog": 0.7, "ship": 0.9}
     result = {"masked": {"all": control, "cat": without}}
-    assert mask_cifar.relative_drop(result, "cat") == pytest.approx(0.75)
-    assert mask_cifar.worst_other(result, "cat") == pytest.approx(0.1)
-    assert mask_cifar.drops(result, "cat")["ship"] == pytest.approx(-0.1)
+    assert class_removal.relative("cat")(result) == pytest.approx(0.75)
+    assert class_removal.drops(result, "cat")["ship"] == pytest.approx(-0.1)
+    assert class_removal.lose_most(result) == 1.0
+
+
+def test_the_largest_other_drop_is_relative_to_the_removed_classes() -> None:
+    """Figure 6b; drops are shares of what the control has: here 0.2 of 0.5 against 0.6 of 0.8."""
+    control = dict.fromkeys(("all", *mask_cifar.CLASSES), 0.8) | {"dog": 0.5}
+    without = {**control, "cat": 0.2, "dog": 0.3, "ship": 0.65}
+    result = {"masked": {"all": control, "cat": without}}
+    assert class_removal.other("cat")(result) == pytest.approx((0.2 / 0.5) / (0.6 / 0.8))
+    gains = {"masked": {"all": control, "cat": {name: value + 0.1 for name, value in control.items()} | {"cat": 0.0}}}
+    assert class_removal.other("cat")(gains) == 0.0
+    assert class_removal.other("cat")({"masked": {"all": control, "cat": control}}) is None
+
+
+def test_the_controls_confusion_is_drawn() -> None:
+    shares, other = (torch.rand(10, 10).tolist() for _ in range(2))
+    records = [Record("CNN", 0, 1, 1.0, 1, {"confusion": {"all": shares, "cat": other}})]
+    assert class_removal.mean_confusion(records) == shares
+    change = torch.tensor(class_removal.mean_confusion(records, "cat"))
+    torch.testing.assert_close(change, torch.tensor(other) - torch.tensor(shares))
 
 
 def sums(folder: Path, count: int = 30) -> Path:

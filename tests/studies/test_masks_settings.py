@@ -14,7 +14,8 @@ from fastmod.runs.engine import record_of
 from fastmod.runs.study import Outcome
 from fastmod.studies import registry
 from fastmod.studies.masks import addmul, cifar, math, scan
-from fastmod.studies.masks.masking import FULL, SEARCH, MaskStudy, MaskTrial, Stage
+from fastmod.studies.masks.masking import FULL, SEARCH, MaskTrial, Stage
+from fastmod.studies.masks.settings import MaskStudy
 from tests.data.test_data_masks import cifar_folder
 from tests.studies.test_masks_sequence import scan_words, sums
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.runs.study import Outcome, Row
-from fastmod.studies.masks import arithmetic, figures, masking, tables
+from fastmod.studies.masks import arithmetic, figures, masking, settings, tables
 from fastmod.studies.masks.arithmetic import ROWS, SPARSE
 from fastmod.tasks.arithmetic import LIMIT, digits_of, one_hot, one_hot_digits
 
@@ -116,7 +116,7 @@ class MaskAddMulTrial(masking.MaskTrial):
         return {**found, "performed": performed}
 
 
-class MaskAddMul(masking.MaskStudy):
+class MaskAddMul(settings.MaskStudy):
     name = "mask-addmul"
     title = "Addition and multiplication under weight masks: different weights for different functions?"
     paper = "Weight masks, section 3.1 and C.3, Figures 1, 7, 10 and 11"

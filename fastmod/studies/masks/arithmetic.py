@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastmod.models import LSTM, MLP
 from fastmod.runs.config import StudyError
-from fastmod.studies.masks.masking import MaskConfig
+from fastmod.studies.masks.settings import MaskConfig
 from fastmod.tasks.arithmetic import DIGIT, LIMIT
 
 HIDDEN: Mapping[str, tuple[int, ...]] = {

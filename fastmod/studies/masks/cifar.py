@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,13 +25,14 @@ from fastmod.optim import Adam
 from fastmod.runs import draw
 from fastmod.runs.config import StudyError
 from fastmod.runs.study import Outcome, Row
-from fastmod.studies.masks import figures, masking, tables
+from fastmod.studies.masks import class_removal as removal
+from fastmod.studies.masks import figures, masking, settings, tables
+from fastmod.studies.masks.class_removal import ALL
 from fastmod.studies.masks.figures import bar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALL = "all"  # the control: no class is removed
 _CERTAIN = 30.0  # a logit that no draw contradicts
 _EVALUATED = 2000  # test images in the course of training; all of them at the end
 _SGD_LR = 0.1  # of the ResNet, to begin with
@@ -56,8 +56,11 @@ PAPER: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
+_FIGURE = {"CNN_dropout": "Figure 19", "CNN": "Figure 20", "ResNet110": "Figure 21"}
+
+
 @dataclass(frozen=True)
-class MaskCifarConfig(masking.MaskConfig):
+class MaskCifarConfig(settings.MaskConfig):
     steps: int = 2400
     mask_steps: int = 400
     evaluate_every: int = 200
@@ -196,51 +199,10 @@ class MaskCifarTrial(masking.MaskTrial):
         return {**found, "confusion": confusion, "images": self.data.described}
 
 
-# ---- what a mask without a class did
-
-
-def drops(result: Mapping[str, Any], removed: str) -> dict[str, float]:
-    """Class -> accuracy lost, mask without ``removed`` against the control's."""
-    under = result["masked"]
-    return {name: under[ALL][name] - under[removed][name] for name in CLASSES}
-
-
-def relative_drop(result: Mapping[str, Any], removed: str) -> float | None:
-    """Figure 6a: share of its accuracy that the removed class loses."""
-    before = result["masked"][ALL][removed]
-    return drops(result, removed)[removed] / before if before else None
-
-
-def worst_other(result: Mapping[str, Any], removed: str) -> float:
-    """The largest drop of another class."""
-    return max(drop for name, drop in drops(result, removed).items() if name != removed)
-
-
-def removed_classes(result: Mapping[str, Any]) -> list[str]:
-    return [task for task in result["masked"] if task != ALL]
-
-
-def _mean_relative(result: Mapping[str, Any]) -> float | None:
-    found = [drop for name in removed_classes(result) if (drop := relative_drop(result, name)) is not None]
-    return statistics.fmean(found) if found else None
-
-
-def _mean_others(result: Mapping[str, Any]) -> float:
-    """Accuracy lost by classes that were not removed, on average."""
-    return statistics.fmean(
-        drop for removed in removed_classes(result) for name, drop in drops(result, removed).items() if name != removed
-    )
-
-
-def _lose_most(result: Mapping[str, Any]) -> float:
-    names = removed_classes(result)
-    return sum(drops(result, name)[name] > worst_other(result, name) for name in names) / len(names)
-
-
-class MaskCifar(masking.MaskStudy):
+class MaskCifar(settings.MaskStudy):
     name = "mask-cifar"
     title = "CIFAR-10 under weight masks: which weights serve one class alone?"
-    paper = "Weight masks, section 5 and C.7, Figures 6, 19, 20 and 21"
+    paper = "Weight masks, section 5 and C.7, Figures 6 and 18 to 21"
     models = ("CNN", "CNN_dropout", "ResNet110")
     default_models = ("CNN", "CNN_dropout")
     default_seeds = "0"
@@ -273,53 +235,51 @@ class MaskCifar(masking.MaskStudy):
             lines = [
                 ("test, no mask", printed, lambda r: r["accuracy"][ALL]),
                 ("test, mask of all classes", printed, lambda r: r["masked"][ALL][ALL]),
-                ("removed class: share of its accuracy lost", self._DROPS[model], _mean_relative),
-                ("other classes: accuracy lost", "a small drop", _mean_others),
-                ("removed classes that lose most of all", "1 (Figure 6)", _lose_most),
+                ("removed class: share of its accuracy lost", self._DROPS[model], removal.mean_relative),
+                ("other classes: accuracy lost", "a small drop", removal.mean_others),
+                ("largest drop of another class / the removed one's", "Figure 6b", removal.mean_ratio),
+                ("removed classes that lose most of all", "1 (Figure 6)", removal.lose_most),
             ]
-            for name in removed_classes(first.result):
-                lines.append((f"without {name}: its accuracy lost", "Figure 19", _own_drop(name)))
-                lines.append((f"without {name}: most that another loses", "-", _other_drop(name)))
+            for name in removal.removed_classes(first.result):
+                lines.append((f"without {name}: its accuracy lost", _FIGURE[model], removal.own_drop(name)))
+                lines.append((f"without {name}: largest other drop / its drop", "Figure 6b", removal.other(name)))
             rows += [tables.row(outcome, model, *line, note) for line in lines]
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         found: figures.Figures = {}
         names = [name for name in CLASSES if name in outcome.config.removed]
-        relative = {
-            model: [bar(outcome.of(model), _relative_drop_of(name)) for name in names] for model in outcome.models()
-        }
-        if relative:
-            figure = draw.bars(names, relative, "removed class", "share of its accuracy lost")
-            figure.axes[0].tick_params(axis="x", labelrotation=45)
-            found["drops"] = (figure, "Share of its accuracy that a class loses under the mask learned without it.")
-        for model in outcome.models():
-            records = outcome.of(model)
-            changes = {name: _change([record.result for record in records], name) for name in names}
-            found[f"confusion_{model}"] = (
-                figures.confusion_difference(changes, CLASSES),
-                f"{model}: change of the confusion matrix (rows: true class) when the class above is removed.",
+        models = outcome.models()
+        for stem, measure, label, caption in (
+            ("drops", removal.relative, "share of its accuracy lost", "under the mask learned without it (Figure 6a)"),
+            (
+                "others",
+                removal.other,
+                "other / its drop",
+                "of another class, relative to the removed one's (Figure 6b)",
+            ),
+        ):
+            if models:
+                groups = {model: [bar(outcome.of(model), measure(name)) for name in names] for model in models}
+                figure = draw.bars(names, groups, "removed class", label)
+                figure.axes[0].tick_params(axis="x", labelrotation=45)
+                what = "Share of its accuracy that a class loses" if stem == "drops" else "Largest relative drop"
+                found[stem] = (figure, f"{what} {caption}.")
+        if models:
+            control = {model: removal.mean_confusion(outcome.of(model)) for model in models}
+            found["control"] = (
+                figures.confusion(control, CLASSES, signed=False),
+                "Confusion matrix (rows: true class) under the mask of all classes (Figure 18).",
             )
+        for model in models:
+            records = outcome.of(model)
+            changes = {name: removal.mean_confusion(records, name) for name in names}
+            what = (
+                f"change of the confusion matrix (rows: true class) when the class above is removed ({_FIGURE[model]})"
+            )
+            found[f"confusion_{model}"] = (figures.confusion(changes, CLASSES), f"{model}: {what}.")
             found[f"histogram_{model}"] = (
                 figures.probabilities(records),
                 f"{model}: how sure the masks are of what they keep.",
             )
         return found
-
-
-def _relative_drop_of(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: relative_drop(result, name)
-
-
-def _own_drop(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: drops(result, name)[name]
-
-
-def _other_drop(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: worst_other(result, name)
-
-
-def _change(results: Sequence[Mapping[str, Any]], removed: str) -> list[list[float]]:
-    """Confusion without the class minus the control's, ``[10, 10]``, the mean over trials."""
-    changes = [torch.tensor(r["confusion"][removed]) - torch.tensor(r["confusion"][ALL]) for r in results]
-    return torch.stack(changes).mean(0).tolist()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.runs.study import Outcome, Row
-from fastmod.studies.masks import arithmetic, figures, masking, tables
+from fastmod.studies.masks import arithmetic, figures, masking, settings, tables
 from fastmod.studies.masks.arithmetic import ROWS, SPARSE
 from fastmod.tasks.arithmetic import LIMIT, digits_of, one_hot_digits
 
@@ -114,7 +114,7 @@ class MaskDoubleAddTrial(masking.MaskTrial):
         return {name: torch.cat(found).float().mean().item() for name, found in right.items()}
 
 
-class MaskDoubleAdd(masking.MaskStudy):
+class MaskDoubleAdd(settings.MaskStudy):
     name = "mask-doubleadd"
     title = "Double addition under weight masks: the same weights for the same function?"
     paper = "Weight masks, section 3.2 and C.4, Figures 2, 13 and 14"

@@ -79,32 +79,37 @@ def probabilities(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def confusion_difference(
-    changes: Mapping[str, Sequence[Sequence[float]]], classes: Sequence[str], columns: int = 5
+def confusion(
+    matrices: Mapping[str, Sequence[Sequence[float]]],
+    classes: Sequence[str],
+    columns: int = 5,
+    *,
+    signed: bool = True,
 ) -> Figure:
-    """Figures 6 and 19: a panel per removed class with the change of the confusion matrix, true classes in rows.
+    """Figures 18 to 21: a panel per matrix, true classes in rows.
 
     Args:
-        changes: panel title -> matrix ``[C, C]`` of shares of the true class, in -1..1.
+        matrices: panel title -> ``[C, C]``, shares of the true class.
         classes: names of the C classes.
         columns: panels in a row.
+        signed: whether they are changes, in -1..1; else shares, in 0..1.
     """
     new_figure = _figure_class()
-    columns = min(columns, len(changes))
-    rows = -(-len(changes) // columns)
+    columns = min(columns, len(matrices))
+    rows = -(-len(matrices) // columns)
     figure = new_figure(figsize=(0.8 + 2.4 * columns, 0.5 + 2.4 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     image = None
     for axes in grid.flat:
         axes.axis("off")
-    for axes, (title, change) in zip(grid.flat, changes.items(), strict=False):
+    for axes, (title, matrix) in zip(grid.flat, matrices.items(), strict=False):
         axes.axis("on")
-        image = axes.imshow(change, vmin=-1, vmax=1, cmap="RdBu")
+        image = axes.imshow(matrix, vmin=-1 if signed else 0, vmax=1, cmap="RdBu" if signed else "viridis")
         axes.set_title(title, fontsize=8)
         axes.set_xticks(range(len(classes)), classes, fontsize=5, rotation=90)
         axes.set_yticks(range(len(classes)), classes, fontsize=5)
     if image is not None:
-        figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, pad=0.02, label="change")
+        figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, pad=0.02, label="change" if signed else "share")
     return figure
 
 

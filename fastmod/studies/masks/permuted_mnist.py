@@ -24,7 +24,7 @@ from fastmod.models import MLP
 from fastmod.optim import Adam
 from fastmod.runs.config import StudyError
 from fastmod.runs.study import Outcome, Row
-from fastmod.studies.masks import figures, masking, tables
+from fastmod.studies.masks import figures, masking, settings, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ PAPER: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class MaskPermutedConfig(masking.MaskConfig):
+class MaskPermutedConfig(settings.MaskConfig):
     """``steps``: of every task, its mask included; ``mask_steps`` is not used."""
 
     steps: int = 2000
@@ -215,7 +215,7 @@ class MaskPermutedTrial(masking.MaskTrial):
         return {**found, "learned": learned, "remembered": remembered, "occupied": occupied}
 
 
-class MaskPermutedMNIST(masking.MaskStudy):
+class MaskPermutedMNIST(settings.MaskStudy):
     name = "mask-permuted-mnist"
     title = "Permuted MNIST, task after task, with frozen masks: is what was learned reused?"
     paper = "Weight masks, section 3.3 and C.5, Figures 3 and 15"
