@@ -186,6 +186,25 @@ def test_initial_weights_of_double_addition_are_torchs() -> None:
         torch.testing.assert_close(scaled[name], weight * (6**0.5 if weight.dim() == 2 else 1), rtol=1e-6, atol=0)
 
 
+def test_initial_weights_of_the_lstm() -> None:
+    """Variances, gains and biases of the paper's authors: the cell's input 5/3 as large, the forget gate open."""
+    torch.manual_seed(0)
+    config = mask_doubleadd.MaskDoubleAddConfig()
+    weights = dict(config.net("LSTM", 80, 40).named_parameters())
+    for layer, inputs in enumerate((80, 256)):
+        read, state = weights[f"lstm.weight_ih_l{layer}"], weights[f"lstm.weight_hh_l{layer}"]
+        for gate, gain in enumerate((1, 1, 5 / 3, 1)):
+            part = slice(256 * gate, 256 * (gate + 1))
+            assert read[part].std().item() == pytest.approx(gain * (1 / (inputs + 256)) ** 0.5, rel=0.03)
+            assert weights[f"lstm.bias_ih_l{layer}"][part].tolist() == [float(gate == 1)] * 256
+        cell = state[512:768]
+        torch.testing.assert_close(cell @ cell.mT, torch.eye(256) * (25 / 18), rtol=1e-4, atol=1e-4)
+        assert state[:256].std().item() == pytest.approx((1 / 512) ** 0.5, rel=0.03)
+        assert not weights[f"lstm.bias_hh_l{layer}"].any()
+    plain = dict(changed(config, {"lstm_init": "torch"}).net("LSTM", 80, 40).named_parameters())
+    assert plain["lstm.weight_hh_l0"].abs().max() <= 1 / 16
+
+
 # ---------------------------------------------------------------- stages
 
 
@@ -359,7 +378,7 @@ def test_new_weights_may_begin_unlikely(images: Path) -> None:
         ({"mask_lr_end": 2.0}, "mask_lr_end"),
         ({"beta": "nan"}, "beta"), ({"mask_init": "inf"}, "mask_init"), ({"samples": 3}, "samples"),
         ({"samples": 0}, "samples"), ({"mask_batch": 6}, "mask_batch"), ({"mask_batch": 0}, "mask_batch"),
-        ({"units": 0}, "units"), ({"hidden": "4,0"}, "hidden"), ({"init_scale": 0}, "init_scale"),
+        ({"units": 0}, "units"), ({"lstm_init": "he"}, "lstm_init"), ({"lstm_layers": 0}, "lstm_layers"), ({"hidden": "4,0"}, "hidden"), ({"init_scale": 0}, "init_scale"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(settings: dict[str, Any], word: str) -> None:

@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 #: C.3 and C.4.
 ARITHMETIC = {**COMMON, "steps": 20_000, "mask_steps": 20_000, "mask_lr": 1e-2, "init_scale": 1, "hidden": None}
-RECURRENT = {**ARITHMETIC, "units": 256, "lstm_layers": 2, "time_steps": 3}
+RECURRENT = {**ARITHMETIC, "units": 256, "lstm_layers": 2, "lstm_init": "xavier", "time_steps": 3}
 #: C.6.1.
 SCAN = {
     **COMMON, "steps": 25_000, "mask_steps": 25_000, "batch": 256, "mask_batch": 256, "clip": 5, "mask_lr": 1e-2,

@@ -26,7 +26,7 @@ HIDDEN: Mapping[str, tuple[int, ...]] = {
 PAPER: Mapping[str, Any] = {
     "steps": 20_000, "batch": 128, "lr": 1e-3, "lr_end": 1.0, "clip": 1.0,
     "mask_steps": 20_000, "mask_batch": None, "mask_lr": 1e-2, "mask_lr_end": 1.0, "mask_init": 2.0, "samples": 4,
-    "hidden": None, "init_scale": 1.0, "units": 256, "lstm_layers": 2, "time_steps": 3,
+    "hidden": None, "init_scale": 1.0, "units": 256, "lstm_layers": 2, "lstm_init": "xavier", "time_steps": 3,
 }  # fmt: skip
 SPARSE = 7  # in the course of training, accuracy is taken on every seventh pair of numbers
 ROWS = 2500  # evaluated at once
@@ -42,6 +42,8 @@ class ArithmeticConfig(MaskConfig):
     init_scale: float = 1.0  # of the FNN's weights to begin with, times torch's default; He's for ReLU: 6 ** 0.5
     units: int = 256  # of each of the LSTM's layers
     lstm_layers: int = 2
+    # xavier: as the paper's authors' code has it; with torch's own weights a net of two layers long knows one pair only.
+    lstm_init: str = "xavier"
     time_steps: int = 3  # of the LSTM, for what it sees at a time
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class ArithmeticConfig(MaskConfig):
         for name in ("units", "lstm_layers", "time_steps"):
             if getattr(self, name) < 1:
                 raise StudyError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.lstm_init not in ("xavier", "torch"):
+            raise StudyError(f"lstm_init: expected xavier or torch, got {self.lstm_init!r}")
         if not 0 < self.init_scale < math.inf:
             raise StudyError(f"init_scale: expected more than 0, got {self.init_scale}")
         if self.hidden is not None and not all(size >= 1 for size in self.hidden):
@@ -67,7 +71,7 @@ class ArithmeticConfig(MaskConfig):
     def net(self, name: str, inputs: int, outputs: int) -> nn.Module:
         """The net of that name: an LSTM if it begins so, else an FNN."""
         if name.startswith("LSTM"):
-            return LSTM(inputs, self.units, outputs, self.lstm_layers)
+            return LSTM(inputs, self.units, outputs, self.lstm_layers, xavier=self.lstm_init == "xavier")
         hidden = HIDDEN[name] if self.hidden is None else self.hidden
         return MLP((inputs, *hidden, outputs), init_scale=self.init_scale)
 
