@@ -378,7 +378,8 @@ def test_new_weights_may_begin_unlikely(images: Path) -> None:
         ({"mask_lr_end": 2.0}, "mask_lr_end"),
         ({"beta": "nan"}, "beta"), ({"mask_init": "inf"}, "mask_init"), ({"samples": 3}, "samples"),
         ({"samples": 0}, "samples"), ({"mask_batch": 6}, "mask_batch"), ({"mask_batch": 0}, "mask_batch"),
-        ({"units": 0}, "units"), ({"lstm_init": "he"}, "lstm_init"), ({"lstm_layers": 0}, "lstm_layers"), ({"hidden": "4,0"}, "hidden"), ({"init_scale": 0}, "init_scale"),
+        ({"units": 0}, "units"), ({"lstm_init": "he"}, "lstm_init"), ({"lstm_layers": 0}, "lstm_layers"),
+        ({"hidden": "4,0"}, "hidden"), ({"init_scale": 0}, "init_scale"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(settings: dict[str, Any], word: str) -> None:

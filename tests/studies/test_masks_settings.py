@@ -20,7 +20,7 @@ from tests.data.test_data_masks import cifar_folder
 from tests.studies.test_masks_sequence import scan_words, sums
 
 CPU = torch.device("cpu")
-MASKS = ("mask-addmul", "mask-doubleadd", "mask-permuted-mnist", "mask-scan", "mask-math", "mask-cifar")
+MASKS = tuple(name for name in registry.names() if name.startswith("mask-"))
 
 #: C.1: Adam, batch 128, rate 1e-3, clipping 1, four masks a batch; logits begin at 2 (C.5). Rates are constant.
 COMMON: dict[str, Any] = {
@@ -54,16 +54,21 @@ PRINTED: dict[str, dict[str, dict[str, Any]]] = {
         "LSTM": {**RECURRENT, "beta": 1e-4}, "LSTM_apart": {**RECURRENT, "beta": 1e-4},
     },
     "mask-permuted-mnist": {
-        "FNN": {
+        name: {
             **COMMON, "steps": 30_000, "tasks": 11, "hidden": (800, 800, 64), "lr": 1e-2, "mask_lr": 1e-2,
             "beta": 128 * 1e-5, "samples": 8, "new_init": None,
-        },
+        }
+        for name in ("FNN", "FNN_reuse", "FNN_reuse_more")
     },
+    "mask-beta": dict.fromkeys(("FNN_small", "FNN", "FNN_large"), ARITHMETIC),
+    "mask-stability": {"CNN": {**CNN, "pairs": 10}},
     "mask-scan": {
-        "LSTM": {
-            **SCAN, "beta": 3e-5, "embedding": 16, "units": 200, "lstm_layers": 2, "dropout": 0.5, "forcing": 0.5,
-        },
-        "Transformer": {**SCAN, "beta": 1e-3, "width": 100, "inner": 200, "heads": 4, "layers": 3, "dropout": 0.1},
+        f"{name}{direct}": {**SCAN, **own}
+        for direct in ("", "_direct")
+        for name, own in {
+            "LSTM": {"beta": 3e-5, "embedding": 16, "units": 200, "lstm_layers": 2, "dropout": 0.5, "forcing": 0.5},
+            "Transformer": {"beta": 1e-3, "width": 100, "inner": 200, "heads": 4, "layers": 3, "dropout": 0.1},
+        }.items()
     },
     "mask-math": {
         "add_or_sub": {

@@ -6,14 +6,16 @@ two digits of the result. A number is right when both of its digits are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fastmod.runs.study import Outcome, Row
+from fastmod.runs import draw
+from fastmod.runs.study import Outcome, Record, Row
 from fastmod.studies.masks import arithmetic, figures, masking, settings, tables
 from fastmod.studies.masks.arithmetic import ROWS, SPARSE
 from fastmod.tasks.arithmetic import LIMIT, digits_of, one_hot, one_hot_digits
@@ -44,7 +46,7 @@ def answers_of(numbers: Tensor, operation: Tensor) -> Tensor:
 
 class MaskAddMulTrial(masking.MaskTrial):
     config: MaskAddMulConfig
-    tasks = OPERATIONS
+    tasks: Sequence[str] = OPERATIONS
 
     def net(self) -> nn.Module:
         return self.config.net(self.name, _INPUTS, _OUTPUTS)
@@ -106,9 +108,9 @@ class MaskAddMulTrial(masking.MaskTrial):
 
     @torch.no_grad()
     def result(self, last: dict[str, float]) -> dict[str, Any]:
-        """Also ``performed``: mask -> operation asked for -> operation performed -> share."""
+        """Also ``performed``: mask (``none``: the plain net) -> operation asked for -> operation performed -> share."""
         found = super().result(last)
-        performed = {}
+        performed = {"none": {op: self.performed(self.model, i) for i, op in enumerate(OPERATIONS)}}
         for task, mask in self.masks().items():
             assert self.masked is not None
             with self.masked.using(mask):
@@ -119,7 +121,7 @@ class MaskAddMulTrial(masking.MaskTrial):
 class MaskAddMul(settings.MaskStudy):
     name = "mask-addmul"
     title = "Addition and multiplication under weight masks: different weights for different functions?"
-    paper = "Weight masks, section 3.1 and C.3, Figures 1, 7, 10 and 11"
+    paper = "Weight masks, section 3.1 and C.3, Figures 1, 7 and 9 to 12"
     models = ("FNN_small", "FNN", "LSTM", "FNN_large", "FNN_huge")
     default_models = ("FNN_small", "FNN")
     default_seeds = "0"
@@ -135,6 +137,14 @@ class MaskAddMul(settings.MaskStudy):
         for model in outcome.models():
             note = self.note(outcome, model)
             rows += tables.accuracy_rows(outcome, model, OPERATIONS, note)
+            for mask, asked in (("add", "mul"), ("mul", "add")):
+                ignores, fails = "most of the FNN's" if model != "LSTM" else "-", "most of the LSTM's"
+                name = f"asked for {asked} under the mask of {mask}: {mask} is performed"
+                pick = tables.picker("performed", mask, asked, mask)
+                rows.append(tables.row(outcome, model, name, ignores, pick, f"Figure 12; {note}"))
+                pick = tables.picker("performed", mask, asked, "none")
+                name, paper = name.replace(f"{mask} is performed", "neither"), fails if model == "LSTM" else "-"
+                rows.append(tables.row(outcome, model, name, paper, pick, f"Figure 12; {note}"))
             rows.append(
                 tables.row(outcome, model, "weights of mul / weights of add", "3.8", _ratio, f"Figure 11; {note}")
             )
@@ -144,9 +154,30 @@ class MaskAddMul(settings.MaskStudy):
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         found: figures.Figures = {}
-        for model in outcome.models():
-            found |= figures.all_of(model, outcome.of(model))
+        models = outcome.models()
+        for model in models:
+            records = outcome.of(model)
+            found |= figures.all_of(model, records)
+            panels = {f"mask: {mask}": _performed(records, mask) for mask in records[0].result["performed"]}
+            found[f"performed_{model}"] = (
+                figures.confusion(panels, OPERATIONS, 3, predicted=(*OPERATIONS, "none"), signed=False),
+                f"{model}: the operation asked for (rows) and the one performed, under each mask (Figure 12).",
+            )
+        sizes = [model for model in arithmetic.HIDDEN if model in models]
+        if len(sizes) > 1:
+            bars = [figures.bar(outcome.of(model), tables.picker("sharing", "add", "total")) for model in sizes]
+            figure = draw.bars(sizes, {"add": bars}, "net", "shared weights")
+            found["sizes"] = (figure, "Share of add's weights that mul keeps too, by the size of the net (Figure 9).")
         return found
+
+
+def _performed(records: Sequence[Record], mask: str) -> list[list[float]]:
+    """``[asked for, performed]`` under a mask, the mean over trials."""
+    names = (*OPERATIONS, "none")
+    return [
+        [statistics.fmean(record.result["performed"][mask][asked][done] for record in records) for done in names]
+        for asked in OPERATIONS
+    ]
 
 
 def _ratio(result: Mapping[str, Any]) -> float | None:

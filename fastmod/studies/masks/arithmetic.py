@@ -42,7 +42,7 @@ class ArithmeticConfig(MaskConfig):
     init_scale: float = 1.0  # of the FNN's weights to begin with, times torch's default; He's for ReLU: 6 ** 0.5
     units: int = 256  # of each of the LSTM's layers
     lstm_layers: int = 2
-    # xavier: as the paper's authors' code has it; with torch's own weights a net of two layers long knows one pair only.
+    # xavier: as the paper's authors' code has it; with torch's weights a net of two layers long knows one pair only.
     lstm_init: str = "xavier"
     time_steps: int = 3  # of the LSTM, for what it sees at a time
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -84,7 +84,7 @@ def _images(root: str | None, environment: str | None) -> CIFAR10:
     return load_cifar10(root)
 
 
-def _data(config: MaskCifarConfig) -> CIFAR10:
+def read(config: MaskCifarConfig) -> CIFAR10:
     return _images(config.data, os.environ.get("FASTMOD_DATA"))
 
 
@@ -92,8 +92,8 @@ class MaskCifarTrial(masking.MaskTrial):
     config: MaskCifarConfig
 
     def __init__(self, config: MaskCifarConfig, name: str, seed: int, device: torch.device) -> None:
-        self.tasks = (ALL, *config.removed)
-        data = CIFAR10(*(tensor.to(device) for tensor in _data(config)))
+        self.tasks = self.tasks_of(config, seed)
+        data = CIFAR10(*(tensor.to(device) for tensor in read(config)))
         self.data = data
         pixels = data.train_images.transpose(0, 1).flatten(1).float()  # [3, ...]
         self.mean, self.deviation = pixels.mean(1).view(3, 1, 1), pixels.std(1).view(3, 1, 1).clamp(min=1.0)
@@ -103,11 +103,18 @@ class MaskCifarTrial(masking.MaskTrial):
         learned = learned[: len(learned) - len(self.held)]
         self.images_of: dict[str | None, Tensor] = {None: learned}
         for task in self.tasks:
-            shown = data.train_labels[learned] != (-1 if task == ALL else CLASSES.index(task))
-            self.images_of[task] = learned[shown]
+            classes = torch.tensor([CLASSES.index(name) for name in self.classes_of(task)], device=device)
+            self.images_of[task] = learned[torch.isin(data.train_labels[learned], classes)]
             if not len(self.images_of[task]):
-                raise StudyError(f"mask-cifar: no training images left without {task}")
+                raise StudyError(f"CIFAR-10: no training images for the mask of {task}")
         super().__init__(config, name, seed, device)
+
+    def tasks_of(self, config: MaskCifarConfig, seed: int) -> tuple[str, ...]:
+        return (ALL, *config.removed)
+
+    def classes_of(self, task: str) -> Sequence[str]:
+        """Whose images the mask of a task is learned on."""
+        return [name for name in CLASSES if name != task]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if self.name != "ResNet110":
@@ -220,7 +227,7 @@ class MaskCifar(settings.MaskStudy):
     }
 
     def prepare(self, config: MaskCifarConfig) -> None:
-        _data(config)
+        read(config)
 
     def trial(self, config: MaskCifarConfig, model: str, seed: int, device: torch.device) -> MaskCifarTrial:
         return MaskCifarTrial(self.config_of(config, model), model, seed, device)

@@ -146,4 +146,10 @@ class MaskDoubleAdd(settings.MaskStudy):
         found: figures.Figures = {}
         for model in outcome.models():
             found |= figures.all_of(model, outcome.of(model))
+            for stem, number in (
+                (f"accuracy_{model}", "14" if model == "LSTM_apart" else "2"),
+                (f"sharing_{model}", "13"),
+            ):
+                figure, caption = found[stem]
+                found[stem] = (figure, f"{caption.removesuffix('.')} (Figure {number}).")
         return found

@@ -33,12 +33,33 @@ def all_of(model: str, records: Sequence[Record]) -> Figures:
     }
 
 
-def shared_weights(records: Sequence[Record]) -> Figure:
-    """Figures 1, 3 and 13: per layer and task, the share of the kept weights that other tasks keep too."""
-    layers, tasks = _layers(records), _some(list(records[0].result["sharing"]))
+def shared_weights(records: Sequence[Record], tasks: Sequence[str] | None = None) -> Figure:
+    """Figures 1, 3, 13 and 15: per layer and task, the share of the kept weights that other tasks keep too."""
+    layers, tasks = _layers(records), tasks or _some(list(records[0].result["sharing"]))
     groups = {t: [bar(records, picker("sharing", t, n)) for n in layers] for t in tasks}
     figure = draw.bars([_short(n) for n in layers], groups, "layer", "shared weights")
     figure.axes[0].set_ylim(0, 1.05)
+    return figure
+
+
+def sensitivity(points: Mapping[str, Sequence[tuple[float, float, float]]], chosen: float) -> Figure:
+    """Figure 8: a panel per model with accuracy against beta, the colour being what is shared.
+
+    Args:
+        points: model -> (beta, accuracy, share) of every beta.
+        chosen: the beta of the other studies, marked by a line.
+    """
+    figure = _figure_class()(figsize=(0.8 + 3.2 * len(points), 3.0), layout="constrained")
+    grid = figure.subplots(1, len(points), squeeze=False)
+    image = None
+    for axes, (model, found) in zip(grid.flat, points.items(), strict=True):
+        betas, accuracies, shares = zip(*found, strict=True)
+        axes.axvline(chosen, color="tab:red", linewidth=1, zorder=0)
+        image = axes.scatter(betas, accuracies, c=shares, vmin=0, vmax=1, cmap="viridis")
+        axes.set(xscale="log", xlabel="beta", ylabel="accuracy, mask of the whole task", ylim=(-0.03, 1.05))
+        axes.set_title(model, fontsize=8)
+    if image is not None:
+        figure.colorbar(image, ax=grid, label="shared by add")
     return figure
 
 
@@ -84,16 +105,19 @@ def confusion(
     classes: Sequence[str],
     columns: int = 5,
     *,
+    predicted: Sequence[str] | None = None,
     signed: bool = True,
 ) -> Figure:
-    """Figures 18 to 21: a panel per matrix, true classes in rows.
+    """Figures 12 and 18 to 21: a panel per matrix, true classes in rows.
 
     Args:
-        matrices: panel title -> ``[C, C]``, shares of the true class.
+        matrices: panel title -> ``[C, P]``, shares of the true class.
         classes: names of the C classes.
         columns: panels in a row.
+        predicted: names of the P classes that are predicted; the same if not given.
         signed: whether they are changes, in -1..1; else shares, in 0..1.
     """
+    predicted = classes if predicted is None else predicted
     new_figure = _figure_class()
     columns = min(columns, len(matrices))
     rows = -(-len(matrices) // columns)
@@ -106,7 +130,7 @@ def confusion(
         axes.axis("on")
         image = axes.imshow(matrix, vmin=-1 if signed else 0, vmax=1, cmap="RdBu" if signed else "viridis")
         axes.set_title(title, fontsize=8)
-        axes.set_xticks(range(len(classes)), classes, fontsize=5, rotation=90)
+        axes.set_xticks(range(len(predicted)), predicted, fontsize=5, rotation=90)
         axes.set_yticks(range(len(classes)), classes, fontsize=5)
     if image is not None:
         figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, pad=0.02, label="change" if signed else "share")

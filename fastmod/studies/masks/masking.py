@@ -304,7 +304,7 @@ class MaskTrial(Trial):
                 for task, mask in masks.items()
             },
             "sharing": {
-                task: _shares(weight_masks.sharing(masks[task], weight_masks.union(*(masks[o] for o in others))))
+                task: shares(weight_masks.sharing(masks[task], weight_masks.union(*(masks[o] for o in others))))
                 for task, others in self.references().items()
                 if others
             },
@@ -336,7 +336,7 @@ def freeze(net: nn.Module) -> None:
             module.train()
 
 
-def _shares(found: Mapping[str, Any]) -> dict[str, float | None]:
+def shares(found: Mapping[str, Any]) -> dict[str, float | None]:
     """As JSON has them: None where no weight of a layer is kept, so that there is no share."""
     return {name: None if math.isnan(share) else float(share) for name, share in found.items()}
 

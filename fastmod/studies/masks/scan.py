@@ -135,7 +135,7 @@ class MaskScanTrial(masking.MaskTrial):
 
     def net(self) -> nn.Module:
         config, words = self.config, (len(COMMANDS), len(ACTIONS))
-        if self.name == "LSTM":
+        if self.name.startswith("LSTM"):
             return LSTMEncoderDecoder(*words, config.embedding, config.units, config.lstm_layers, config.dropout)
         return SequenceTransformer(*words, config.width, config.inner, config.heads, config.layers, config.dropout)
 
@@ -154,7 +154,7 @@ class MaskScanTrial(masking.MaskTrial):
         index, split, forced = batch
         pairs = self.data[self.tasks[int(split)]].train
         actions = trim_padding(pairs.actions[index])
-        options = {"teacher_forcing": bool(forced)} if self.name == "LSTM" else {}
+        options = {"teacher_forcing": bool(forced)} if self.name.startswith("LSTM") else {}
         return sequence_loss(model(trim_padding(pairs.commands[index]), actions, **options), actions)
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
@@ -203,12 +203,12 @@ def _without(pairs: Sequences, known: set[tuple[int, ...]]) -> Sequences:
 class MaskScan(settings.MaskStudy):
     name = "mask-scan"
     title = "SCAN under weight masks: rules, or weights for every combination?"
-    paper = "Weight masks, section 4 and C.6.1, Figure 4"
-    models = ("LSTM", "Transformer")
-    default_models = models
+    paper = "Weight masks, section 4 and C.6.1, Figures 4 and 16"
+    models = ("LSTM", "Transformer", "LSTM_direct", "Transformer_direct")  # the latter: Figure 16
+    default_models = ("LSTM", "Transformer")
     default_seeds = "0"
     defaults = MaskScanConfig()
-    presets = PAPER
+    presets: ClassVar = {**PAPER, **{f"{model}_direct": settings for model, settings in PAPER.items()}}
     quick: ClassVar = {
         "steps": 200, "mask_steps": 100, "evaluate_every": 100, "splits": (ALL, "jump"), "units": 32, "batch": 64,
         "mask_batch": 64, "mask_steps_transformer": 100, "mask_batch_transformer": 64,
@@ -218,12 +218,20 @@ class MaskScan(settings.MaskStudy):
         _data(config)
 
     def trial(self, config: MaskScanConfig, model: str, seed: int, device: torch.device) -> MaskScanTrial:
-        return MaskScanTrial(self.config_of(config, model), model, seed, device)
+        from fastmod.studies.masks.scan_direct import ScanDirectTrial  # it builds on this module
+
+        kind = ScanDirectTrial if model.endswith("_direct") else MaskScanTrial
+        return kind(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
             note = self.note(outcome, model)
+            if model.endswith("_direct"):
+                for split in outcome.of(model)[0].result["direct"]:
+                    name, pick = f"{split}, trained on the split alone", picker("direct", split)
+                    rows.append(tables.row(outcome, model, name, "Figure 16", pick, note))
+                continue
             splits = list(outcome.of(model)[0].result["accuracy"])
             for split in splits:
                 rows.append(
@@ -252,6 +260,9 @@ class MaskScan(settings.MaskStudy):
         found: figures.Figures = {}
         for model in outcome.models():
             records = outcome.of(model)
+            if model.endswith("_direct"):
+                found |= _directly(outcome, model)
+                continue
             splits = list(records[0].result["accuracy"])
             groups = {
                 "no mask": [bar(records, picker("accuracy", s)) for s in splits],
@@ -274,3 +285,16 @@ class MaskScan(settings.MaskStudy):
                 found[f"output_{model}"] = (figure, caption)
             found |= figures.all_of(model, records)
         return found
+
+
+def _directly(outcome: Outcome, model: str) -> figures.Figures:
+    """Figure 16: nets trained on a split alone, beside the net of all data under the split's mask if there is one."""
+    from fastmod.runs import draw
+
+    records, other = outcome.of(model), outcome.of(model.removesuffix("_direct"))
+    splits = list(records[0].result["direct"])
+    groups = {"trained on the split": [bar(records, picker("direct", s)) for s in splits]}
+    if other and all(split in other[0].result["masked"] for split in splits):
+        groups["trained on all, mask of the split"] = [bar(other, picker("masked", s, s)) for s in splits]
+    figure = draw.bars(splits, groups, "split", "accuracy on its test set")
+    return {f"direct_{model}": (figure, f"{model}: accuracy on each split's test set (Figure 16).")}
