@@ -158,6 +158,20 @@ def test_the_ratio_of_table_1() -> None:
     assert rows["threshold 0.7, SMFR_gumbel"].paper == "0.088 ± 0.0080"
 
 
+@pytest.mark.parametrize("study", [addmul.AddMul(), doubleadd.DoubleAdd(), algo.Algo(), bpmnist.BPMNIST()])
+def test_presets_are_what_the_paper_prints(study: Any) -> None:
+    """A.2: Adam with 3e-4, clipping at 0.1, contained FNNs of width 100 (BPMNIST: 400, depth 4); A.3: threshold 20."""
+    printed = {"lr": 3e-4, "clip": 0.1, "hidden": 100, "penalty": "mean", "penalty_weight": 1, "penalty_threshold": 20}
+    own = {
+        "addmul": {"interference": 2000, "thresholds": (0.7, 0.8, 0.9, 0.95, 1.0)},
+        "doubleadd": {"grid": True}, "algo": {"grid": True, "applications": 2},
+        "bpmnist": {"steps": 25_000, "hidden": 400, "layers": 4, "bias_steps": 300},
+    }[study.name]  # fmt: skip
+    for model in study.models:
+        trained = study.config_of(changed(study.defaults, {"paper": "true"}), model)
+        assert {key: getattr(trained, key) for key in {**printed, **own}} == {**printed, **own}
+
+
 # ---- what is shown of the inside
 
 

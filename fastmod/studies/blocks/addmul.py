@@ -23,6 +23,7 @@ from fastmod.runs.config import StudyError, changed
 from fastmod.runs.study import Outcome, Row, Study
 from fastmod.runs.trial import Trial
 from fastmod.studies.blocks import grids, models
+from fastmod.studies.blocks.models import PAPER
 from fastmod.tasks import arithmetic
 from fastmod.tasks.arithmetic import BLOCK
 
@@ -170,6 +171,9 @@ class AddMul(Study):
     default_models = models
     default_seeds = "0-11"
     defaults = AddMulConfig()
+    presets: ClassVar = {
+        model: {**PAPER, "thresholds": (0.7, 0.8, 0.9, 0.95, 1.0), "interference": 2000} for model in models
+    }
     quick: ClassVar = {"steps": 500, "interference": 100, "thresholds": (0.2, 0.3)}
     grids: ClassVar = grids.named(grids.ADDMUL)
     blocks = (("X", "Y", "task"), ("result",))
@@ -201,7 +205,7 @@ class AddMul(Study):
     )
 
     def trial(self, config: AddMulConfig, model: str, seed: int, device: torch.device) -> AddMulTrial:
-        return AddMulTrial(config, model, seed, device)
+        return AddMulTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []

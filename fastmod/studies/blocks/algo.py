@@ -18,6 +18,7 @@ from fastmod.runs.config import StudyError, changed
 from fastmod.runs.study import Outcome, Record, Row, Study
 from fastmod.runs.trial import Trial
 from fastmod.studies.blocks import grids, models
+from fastmod.studies.blocks.models import PAPER
 from fastmod.tasks import arithmetic
 from fastmod.tasks.rule import BLOCK, VARIABLES, roles, sequences
 
@@ -128,6 +129,7 @@ class Algo(Study):
     models = ("SMFR", "FNN", "Transformer", "SMFR_gumbel", "SMFR_plain")
     default_models = ("SMFR", "FNN", "Transformer")
     defaults = AlgoConfig()
+    presets: ClassVar = {model: {**PAPER, "applications": 2, "grid": True} for model in models}
     quick: ClassVar = {"steps": 500, "evaluate_every": 250}
     grids: ClassVar = grids.named(grids.ALGO)
     criterion = "accuracy_4"  # the paper's, for its five best models
@@ -148,13 +150,13 @@ class Algo(Study):
     }  # fmt: skip
 
     def trial(self, config: AlgoConfig, model: str, seed: int, device: torch.device) -> AlgoTrial:
-        return AlgoTrial(config, model, seed, device)
+        return AlgoTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
             records = outcome.of(model)
-            noisy, mixed = outcome.config.noisy, outcome.config.grid
+            noisy, mixed = outcome.config.noisy, outcome.config.grid or outcome.config.paper
             sizes = "architectures of the grid" if mixed else f"{records[0].parameters:,} parameters"
             note = sizes + (", noisy input" if noisy else "")
             printed = ("-", "-") if noisy or mixed else self._PRINTED.get(model, ("-", "-"))

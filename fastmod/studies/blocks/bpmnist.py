@@ -23,6 +23,7 @@ from fastmod.runs.config import StudyError
 from fastmod.runs.study import Outcome, Row, Study
 from fastmod.runs.trial import Trial
 from fastmod.studies.blocks import grids, models
+from fastmod.studies.blocks.models import PAPER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -193,6 +194,9 @@ class BPMNIST(Study):
     default_seeds = "0"
     criterion = "accuracy"  # of the validation permutations
     defaults = BPMNISTConfig()
+    presets: ClassVar = {
+        model: {**PAPER, "steps": 25_000, "hidden": 400, "layers": 4, "bias_steps": 300} for model in models
+    }
     quick: ClassVar = {"steps": 100, "evaluate_every": 50}
     blocks = (("position 0", "position 1", "position 2", "position 3", "task"), ("digit",))
 
@@ -209,7 +213,7 @@ class BPMNIST(Study):
         _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
 
     def trial(self, config: BPMNISTConfig, model: str, seed: int, device: torch.device) -> BPMNISTTrial:
-        return BPMNISTTrial(config, model, seed, device)
+        return BPMNISTTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []

@@ -19,6 +19,7 @@ from fastmod.runs.config import changed
 from fastmod.runs.study import Outcome, Record, Row, Study
 from fastmod.runs.trial import Trial
 from fastmod.studies.blocks import grids, models
+from fastmod.studies.blocks.models import PAPER
 from fastmod.tasks import arithmetic
 from fastmod.tasks.arithmetic import BLOCK
 
@@ -126,6 +127,7 @@ class DoubleAdd(Study):
     default_models = ("SMFR_softmax", "SMFR_gumbel", "FNN")
     default_seeds = "0-7"
     defaults = DoubleAddConfig()
+    presets: ClassVar = {model: {**PAPER, "grid": True} for model in models}
     quick: ClassVar = {"steps": 500, "evaluate_every": 250}
     grids: ClassVar = grids.named(grids.DOUBLEADD)
     blocks = (("A1", "A2", "B1", "B2", "task"), ("sum",))
@@ -138,11 +140,11 @@ class DoubleAdd(Study):
     }
 
     def trial(self, config: DoubleAddConfig, model: str, seed: int, device: torch.device) -> DoubleAddTrial:
-        return DoubleAddTrial(config, model, seed, device)
+        return DoubleAddTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
-        if outcome.config.grid:
+        if outcome.config.grid or outcome.config.paper:
             return self._grid_rows(outcome)
         for model in outcome.models():
             records = outcome.of(model)
