@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastmod import masks as weight_masks
-from fastmod.masks import MaskedModel
-from fastmod.masks.beta import pick_beta
+from fastmod.masks import MaskedModel, inverted, sharing, union
 from fastmod.masks.files import pack, unpack
 from fastmod.optim import Adam
 from fastmod.runs.config import StudyError
 from fastmod.runs.trial import Trial
+from fastmod.studies.masks import measures
 from fastmod.studies.masks.settings import MaskConfig
 
 Masks = dict[str, Tensor]  # name of a parameter -> bool, of its shape
-
-BINS = 20  # of the histogram of mask probabilities
 
 
 class Stage(NamedTuple):
@@ -180,7 +177,7 @@ class MaskTrial(Trial):
         if self.task is not None:
             assert self.masked is not None
             self.extra["masks"][self.task] = {name: pack(mask) for name, mask in self.masked.hard_masks().items()}
-            self.extra["histograms"][self.task] = histogram(self.masked)
+            self.extra["histograms"][self.task] = measures.histogram(self.masked)
         elif self.config.auto:
             self._mode(training=False)
             accuracy = self.validation_accuracy(self.model if self.masked is None else self.masked)
@@ -188,25 +185,12 @@ class MaskTrial(Trial):
                 self.extra["original"] = accuracy
             else:
                 self.extra["tried"].append([self.beta, accuracy])
-                picked, _ = self._pick()
+                picked, _ = self._search()
                 if picked is not None:
                     self.extra["beta"] = picked
 
-    def _pick(self) -> tuple[float | None, float | None]:
-        """The beta that pick_beta settles on, or else the one that it wants to see next."""
-        known = dict(self.extra["tried"])
-
-        def accuracy(beta: float) -> float:
-            if beta not in known:
-                raise _UntriedError(beta)
-            return known[beta]
-
-        try:
-            return pick_beta(accuracy, self.extra["original"], betas=self.config.betas)[0], None
-        except _UntriedError as untried:
-            return None, untried.beta
-        except ValueError as error:
-            raise StudyError(f"beta: {error}") from None
+    def _search(self) -> tuple[float | None, float | None]:
+        return measures.settle(self.config.betas, self.extra["original"], dict(self.extra["tried"]))
 
     def masks(self) -> dict[str, Masks]:
         """Task -> its mask, of the stages that are over."""
@@ -239,7 +223,7 @@ class MaskTrial(Trial):
             return float(self.config.beta)
         if "beta" in self.extra:
             return self.extra["beta"]
-        return self._pick()[1] or math.nan
+        return self._search()[1] or math.nan
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -297,14 +281,14 @@ class MaskTrial(Trial):
             **picked,
             "accuracy": self.accuracies(self.model),
             "masked": {task: self._under(mask) for task, mask in masks.items()},
-            "inverted": {task: self._under(weight_masks.inverted(mask)) for task, mask in masks.items()},
-            "weights": _with_total({name: mask.numel() for name, mask in some.items()}),
+            "inverted": {task: self._under(inverted(mask)) for task, mask in masks.items()},
+            "weights": measures.with_total({name: mask.numel() for name, mask in some.items()}),
             "kept": {
-                task: _with_total({name: int(part.sum()) for name, part in mask.items()})
+                task: measures.with_total({name: int(part.sum()) for name, part in mask.items()})
                 for task, mask in masks.items()
             },
             "sharing": {
-                task: shares(weight_masks.sharing(masks[task], weight_masks.union(*(masks[o] for o in others))))
+                task: measures.shares(sharing(masks[task], union(*(masks[o] for o in others))))
                 for task, others in self.references().items()
                 if others
             },
@@ -317,14 +301,6 @@ class MaskTrial(Trial):
             return self.accuracies(self.masked)
 
 
-class _UntriedError(Exception):
-    """A beta that no mask was trained with yet."""
-
-    def __init__(self, beta: float) -> None:
-        super().__init__(beta)
-        self.beta = beta
-
-
 def freeze(net: nn.Module) -> None:
     """Evaluation mode: what a mask is learned for is the net as it is used, without dropout and with the statistics
     that batch norm has collected."""
@@ -334,18 +310,3 @@ def freeze(net: nn.Module) -> None:
             # cuDNN has no backward in evaluation mode; without dropout the two modes are the same.
             module.dropout = 0.0
             module.train()
-
-
-def shares(found: Mapping[str, Any]) -> dict[str, float | None]:
-    """As JSON has them: None where no weight of a layer is kept, so that there is no share."""
-    return {name: None if math.isnan(share) else float(share) for name, share in found.items()}
-
-
-def _with_total(counts: dict[str, int]) -> dict[str, int]:
-    return {**counts, "total": sum(counts.values())}
-
-
-def histogram(masked: MaskedModel) -> list[int]:
-    """How many weights are kept with a probability in each of ``BINS`` equal parts of 0..1."""
-    probabilities = torch.cat([logits.detach().flatten().sigmoid().cpu() for logits in masked.parameters()])
-    return [int(count) for count in torch.histc(probabilities, BINS, 0, 1)]

@@ -19,7 +19,7 @@ from fastmod.masks import iou
 from fastmod.runs import draw
 from fastmod.runs.config import StudyError
 from fastmod.runs.study import Outcome, Row
-from fastmod.studies.masks import cifar, figures, masking, settings, tables
+from fastmod.studies.masks import cifar, figures, measures, settings, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ class MaskStabilityTrial(cifar.MaskCifarTrial):
             for pair in pairs
         }
         both = {pair: iou(*(masks[f"{pair}, {which}"] for which in TWICE)) for pair in pairs}
-        return {**found, "iou": {pair: masking.shares(s) for pair, s in both.items()}, "pair_accuracy": accuracy}
+        return {**found, "iou": {pair: measures.shares(s) for pair, s in both.items()}, "pair_accuracy": accuracy}
 
 
 class MaskStability(settings.MaskStudy):
