@@ -39,6 +39,9 @@ def settle(betas: Sequence[float], original: float, tried: Mapping[float, float]
         tried: beta -> accuracy under a mask of the whole problem.
     """
 
+    if not original > 0:
+        raise StudyError("beta: without masks the net has no validation example right to pick it by; train it longer")
+
     def accuracy(beta: float) -> float:
         if beta not in tried:
             raise _UntriedError(beta)
