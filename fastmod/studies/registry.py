@@ -30,6 +30,7 @@ _OWN = {
     "resmix-cifar": "fastmod.studies.resmix.cifar:ResMixCifar",
     "comp-single": "fastmod.studies.comp.single:CompSingle",
     "comp-multitask": "fastmod.studies.comp.multitask:CompMultitask",
+    "comp-transfer": "fastmod.studies.comp.transfer:CompTransfer",
 }
 
 
