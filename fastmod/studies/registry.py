@@ -31,6 +31,7 @@ _OWN = {
     "comp-single": "fastmod.studies.comp.single:CompSingle",
     "comp-multitask": "fastmod.studies.comp.multitask:CompMultitask",
     "comp-transfer": "fastmod.studies.comp.transfer:CompTransfer",
+    "comp-adapt": "fastmod.studies.comp.adapt:CompAdapt",
 }
 
 

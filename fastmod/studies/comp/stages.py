@@ -66,7 +66,11 @@ class StagedTrial(CompTrial):
 
     def outcome(self) -> dict[str, Any]:
         """What is kept of a stage at its end; the evaluated net is in eval mode."""
-        return {"accuracy": measure(self.evaluated, self.new, self.number, None, self.device)[1]}
+        return {"accuracy": measure(self.predict, self.new, self.number, None, self.device)[1]}
+
+    def predict(self, images: Tensor, number: int) -> Tensor:
+        """Scores of a task as they are measured."""
+        return self.scores(self.evaluated, images)
 
     # ---- stages
 
@@ -154,7 +158,7 @@ class StagedTrial(CompTrial):
         if not self.extra["stage"]:
             return super().evaluate()
         most = None if self.at_end else _WATCHED
-        loss, accuracy = measure(self.evaluated, self.new, self.number, most, self.device)
+        loss, accuracy = measure(self.predict, self.new, self.number, most, self.device)
         return {f"loss_{self.stage.name}": loss, f"accuracy_{self.stage.name}": accuracy}
 
     def result(self, last: dict[str, float]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -231,7 +231,7 @@ class CompTrial(Trial):
 
 @torch.no_grad()
 def measure(
-    net: IsometricNet, task: Task, number: int, most: int | None, device: torch.device, **how: Any
+    net: Callable[..., Any], task: Task, number: int, most: int | None, device: torch.device, **how: Any
 ) -> tuple[float, float]:
     """Mean loss and accuracy in percent on the (first) test images, which are task ``number`` of the net."""
     images, labels = (tensor[:most].to(device) for tensor in task.test)
