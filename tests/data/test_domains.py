@@ -30,7 +30,7 @@ def usps_folder(folder: Path, train: int = 12, test: int = 5, packed: bool = Tru
     for name, count in (("usps", train), ("usps.t", test)):
         lines = []
         for i in range(count):
-            values = {place: "-1" for place in range(1, 257)} | {i + 1: "1"}
+            values = dict.fromkeys(range(1, 257), "-1") | {i + 1: "1"}
             del values[i + 2]  # what is 0 is left out
             pixels = " ".join(f"{place}:{value}" for place, value in values.items())
             lines.append(f"{i % 10 + 1} {pixels}\n")

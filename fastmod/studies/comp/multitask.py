@@ -134,6 +134,7 @@ class CompMultitask(Study):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         model: {
             "channels": 40, "layers": 16, "templates": 32, "batch": 32, "schedule": "paper", "steps": 100_000,
+            "lr": 0.02, "logit_rate": 1.0,
             "average": 0.999, "train_images": 0,
         }
         for model in models

@@ -167,7 +167,15 @@ class CompSingle(Study):
         "steps": 40, "evaluate_every": 20, "layers": 4, "templates": 2, "train_images": 500, "test_images": 300,
     }  # fmt: skip
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        model: {"dataset": "cifar100", "steps": 100_000, "batch": 128, "schedule": "paper", "average": 0.999}
+        model: {
+            "dataset": "cifar100",
+            "steps": 100_000,
+            "batch": 128,
+            "schedule": "paper",
+            "average": 0.999,
+            "lr": 0.02,
+            "logit_rate": 1.0,
+        }
         for model in models
     }
 

@@ -201,6 +201,7 @@ class CompTransfer(Study):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         model: {
             "channels": 40, "layers": 16, "templates": 16, "batch": 32, "schedule": "paper", "steps": 100_000,
+            "lr": 0.02, "logit_rate": 1.0,
             "tune_steps": 20_000, "average": 0.999, "train_images": 0, "tune_images": 60_000,
         }
         for model in models
