@@ -70,7 +70,7 @@ def build(config: MultitaskConfig, model: str, seed: int) -> IsometricNet:
     classes = [sources.classes_of(dataset) for dataset, _ in config.pairs.values()]
     return IsometricNet(
         config.channels, config.layers, config.layers if trunk else config.templates, classes, len(classes), config.se,
-        in_channels=config.colours, patch=config.patch, dropout=config.dropout, output=(128, 256),
+        in_channels=config.colours, patch=config.patch, dropout=config.dropout,
         norm="mixed" if model in ("trunk", "mixture") else "per_task", signature="sequential" if trunk else None,
         init="diag" if model == "diag" else "uniform", generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip

@@ -87,7 +87,7 @@ class TransferTrial(StagedTrial):
         return IsometricNet(
             config.channels, config.layers, config.layers if trunk else config.templates,
             [sources.classes_of(split(task)[0]) for task in config.known], len(config.known), config.se,
-            in_channels=config.colours, patch=config.patch, dropout=config.dropout, output=(128, 256), norm="per_task",
+            in_channels=config.colours, patch=config.patch, dropout=config.dropout, norm="per_task",
             signature="sequential" if trunk else None, generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
 
