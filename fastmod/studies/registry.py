@@ -30,6 +30,10 @@ _OWN = {
     "resmix-pentomino": "fastmod.studies.resmix.pentomino:ResMixPentomino",
     "resmix-parity": "fastmod.studies.resmix.parity:ResMixParity",
     "resmix-cifar": "fastmod.studies.resmix.cifar:ResMixCifar",
+    "comp-single": "fastmod.studies.comp.single:CompSingle",
+    "comp-multitask": "fastmod.studies.comp.multitask:CompMultitask",
+    "comp-transfer": "fastmod.studies.comp.transfer:CompTransfer",
+    "comp-adapt": "fastmod.studies.comp.adapt:CompAdapt",
 }
 
 
