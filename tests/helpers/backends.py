@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -135,10 +134,6 @@ def _cuda_host() -> Iterator[None]:
             for name, function in host_bindings().items():
                 if name != "set_order":
                     library.impl(name, partial(in_each_order, name, function), "CPU", allow_override=True)
-            # As on a GPU, where a stack has no kernel of its own.
-            stack = import_module("fastmod.ops.smfr")
-            library.impl("smfr_forward", partial(stack._forward_by_layers, False), "CPU", allow_override=True)
-            library.impl("smfr_backward", partial(stack._backward_by_layers, False), "CPU", allow_override=True)
         yield
     finally:
         torch.backends.cudnn.allow_tf32 = tf32

@@ -5,7 +5,8 @@
 // with cudaErrorLaunchFailure, and cuda_host::message() says why, on
 //   - a barrier that some threads of the block never reach, or that they reach at different lines,
 //   - a warp operation that a lane of its mask does not take part in,
-//   - more shared memory than a block may have: static 48 KB, with dynamic memory 64 KB, the least of all targets,
+//   - more shared memory than a block may have: static 48 KB, with dynamic memory 64 KB, the least of all targets, or
+//     99 KB where the launch says that it is large,
 //   - a cp.async that is misaligned or of a size that does not exist.
 // An asynchronous copy fills its target with NaN when it is issued and with the values when its thread waits for it, so
 // that neither a missing wait nor a target still in use by others goes unseen. A matrix product truncates its operands
@@ -49,6 +50,7 @@ extern dim3 grid_size, block_size;
 
 cudaError_t launch(dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<void()>& kernel);
 const char* message();
+void next_launch_is_large();
 void set_order(uint64_t seed);
 
 // One allocation per declaration (`site`) and block.
@@ -163,6 +165,7 @@ struct alignas(16) uint4 {
   FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, 0, stream, __VA_ARGS__)
 #define FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, bytes, stream, ...) \
   (static_cast<void>(stream), ::cuda_host::launch(grid, block, bytes, [&] { kernel(__VA_ARGS__); }))
+#define FASTMOD_LAUNCH_LARGE(...) (::cuda_host::next_launch_is_large(), FASTMOD_LAUNCH_DYNAMIC(__VA_ARGS__))
 #define FASTMOD_DYNAMIC_SHARED(name) \
   unsigned char* const name = static_cast<unsigned char*>(::cuda_host::dynamic_shared_memory())
 #define FASTMOD_SHARED(type, name, size) \
