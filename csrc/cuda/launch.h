@@ -386,4 +386,67 @@ cudaError_t mfnnr_update(const C* x, const C* routed, Fnn<C> update, C threshold
 template <typename C>
 cudaError_t leaky_backward(C* grad, const C* hidden, int64_t count, cudaStream_t stream);
 
+// ---- smfr.cu, smfr_backward.cu, smfr_weight.cu: float, __half, __nv_bfloat16
+//
+// A stack of MFNNRs in one launch forward and two backward, for hidden layers up to kMaxHidden.
+
+constexpr int kStackLayers = 20;   // what one launch takes: its arguments have 4 KB
+constexpr int kStackLinears = 96;
+
+template <typename T>
+struct StackLinear {
+  T* weight;  // [out, in]; of smfr_backward_weight: the gradients, which it writes
+  T* bias;    // [out]
+  int out, in;
+};
+
+// n: blocks that come out. tau and seed as in Routing.
+template <typename T>
+struct StackLayer {
+  T* out;           // [batch, n*d]
+  T* logits;        // [batch, m*n]; read by nobody, as gate: forward only
+  T* gate;          // [batch, n]
+  float* saved;     // sections [batch, width]: route layers (the last are the logits), routed, update layers; may be null
+  float* grads;     // sections [batch, out] of the linear layers' outputs, route first: backward only, may be null
+  float* tau;       // of smfr_backward_weight: its gradient, which it writes
+  const int64_t* seed;
+  int64_t seed_value;
+  float tau_value;
+  int n;
+};
+
+// Linear layers in the order of use: route and update of layer 0, of layer 1, ... m: blocks of x.
+template <typename T>
+struct Stack {
+  int64_t batch;
+  const T* x;  // [batch, m*d]
+  int depth, m, d, route, update;  // route, update: linear layers of each such FNN
+  int mode;
+  bool context, precise;  // precise: three products of tf32 in place of one; of weights of 16 bits two
+  float threshold;        // < 0: no penalty
+  StackLayer<T> layer[kStackLayers];
+  StackLinear<T> linear[kStackLinears];
+};
+
+inline int64_t stack_tiles(int64_t batch) { return (batch + kTileRows - 1) / kTileRows; }
+
+// Whether the three launches can serve this stack on this GPU.
+template <typename T>
+bool stack_fits(const Stack<T>& stack);
+
+// penalty: 0-d. partials [stack_tiles], ticket: zero before and after.
+template <typename T>
+cudaError_t smfr_forward(const Stack<T>& stack, float* penalty, float* partials, unsigned* ticket,
+                         cudaStream_t stream);
+
+// grad_out [batch, n*d] of the last layer and grad_penalty may be null, grad_x too. Fills the sections of layer.grads,
+// if not null, and tau_partials [depth, stack_tiles] (may be null).
+template <typename T>
+cudaError_t smfr_backward(const Stack<T>& stack, const T* grad_out, const float* grad_penalty, T* grad_x,
+                          float* tau_partials, cudaStream_t stream);
+
+// layer.grads -> stack.linear, if not null; tau_partials, if not null -> layer.tau.
+template <typename T>
+cudaError_t smfr_backward_weight(const Stack<T>& stack, const float* tau_partials, cudaStream_t stream);
+
 }  // namespace fastmod::cuda

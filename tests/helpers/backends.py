@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -138,10 +137,6 @@ def _cuda_host(direct: bool = False) -> Iterator[None]:
                 if name not in ("set_order", "forbidden"):
                     run = with_defaults if direct else in_each_order
                     library.impl(name, partial(run, name, function), "CPU", allow_override=True)
-            # As on a GPU, where a stack has no kernel of its own.
-            stack = import_module("fastmod.ops.smfr")
-            library.impl("smfr_forward", partial(stack._forward_by_layers, False), "CPU", allow_override=True)
-            library.impl("smfr_backward", partial(stack._backward_by_layers, False), "CPU", allow_override=True)
         yield
     finally:
         torch.backends.cudnn.allow_tf32 = tf32
