@@ -126,34 +126,36 @@ template <typename T>
 cudaError_t sample_mask_backward(const T* grad, const T* logits, const T* weight, const T* base, T* grad_logits,
                                  Compute<T> tau, int64_t count, MaskNoise noise, cudaStream_t stream);
 
-// ---- masked_linear.cu: float, double, __half, __nv_bfloat16
-
-constexpr int kMaskedRows = 64;  // rows of a sample that the kernels hold at most
+// ---- masked_linear.cu, masked_linear_weight.cu, masked_linear_plain.cu: float, double, __half, __nv_bfloat16
+//
+// Each function is one launch. allow_tf32: one product of tf32 instead of three. Samples begin at noise.first.
 
 struct LinearShape {
   int64_t rows, out, in;  // rows of each sample
 };
 
-// How many noise words switch each weight off, once for all samples: logits [count] -> off [count]
+// Of the forward, or of the gradient of x.
 template <typename T>
-cudaError_t mask_thresholds(const T* logits, int32_t* off, int64_t count, cudaStream_t stream);
+Scratch masked_linear_scratch(LinearShape shape, int64_t samples, bool backward);
 
-// x [samples, rows, in], weight and off [out, in], biases [samples, out] (may be null) -> result [samples, rows, out]
+// x [samples, rows, in], weight and logits [out, in], biases [samples, out] (may be null) -> result
+// [samples, rows, out]
 template <typename T>
-cudaError_t masked_linear_forward(const T* x, const T* weight, const int32_t* off, const T* biases, T* result,
-                                  LinearShape shape, MaskNoise noise, cudaStream_t stream);
+cudaError_t masked_linear_forward(const T* x, const T* weight, const T* logits, const T* biases, T* result,
+                                  Compute<T>* scratch, unsigned* tickets, bool allow_tf32, LinearShape shape,
+                                  MaskNoise noise, cudaStream_t stream);
 
 // grad [samples, rows, out] -> grad_x [samples, rows, in]
 template <typename T>
-cudaError_t masked_linear_backward_x(const T* grad, const T* weight, const int32_t* off, T* grad_x, LinearShape shape,
-                                     MaskNoise noise, cudaStream_t stream);
+cudaError_t masked_linear_backward_x(const T* grad, const T* weight, const T* logits, T* grad_x, Compute<T>* scratch,
+                                     unsigned* tickets, bool allow_tf32, LinearShape shape, MaskNoise noise,
+                                     cudaStream_t stream);
 
-// grad and x -> grad_weight and grad_logits [out, in], summed over the samples; each may be null. off is read for
-// grad_weight only.
+// grad and x -> grad_weight and grad_logits [out, in], summed over the samples; each may be null.
 template <typename T>
-cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* weight, const T* logits,
-                                          const int32_t* off, T* grad_weight, T* grad_logits, Compute<T> tau,
-                                          LinearShape shape, MaskNoise noise, cudaStream_t stream);
+cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* weight, const T* logits, T* grad_weight,
+                                          T* grad_logits, Compute<T> tau, bool allow_tf32, LinearShape shape,
+                                          MaskNoise noise, cudaStream_t stream);
 
 // ---- norm_conv.cu, norm_conv_weight.cu, norm_conv_plain.cu: float, double, __half, __nv_bfloat16
 //

@@ -193,6 +193,7 @@ inline float __fsub_rn(float a, float b) {
   return difference;
 }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __int_as_float(int bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
@@ -210,6 +211,9 @@ struct alignas(8) uint2 {
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
 };
 
 #define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \

@@ -231,21 +231,24 @@ cudaError_t run_any(const Call& c) {
     return sample_mask_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4),
                                    static_cast<C>(c.floats.at(0)), c.ints.at(0), mask_noise(c, 5), nullptr);
   }
-  if (c.name == "mask_thresholds") return mask_thresholds<T>(c.at<T>(0), c.at<int32_t>(1), c.ints.at(0), nullptr);
-  // ints: as for mask_noise, then rows, out, in
+  // ints: as for mask_noise, then rows, out, in, allow_tf32
   const auto linear_shape = [&] { return LinearShape{c.ints.at(5), c.ints.at(6), c.ints.at(7)}; };
   if (c.name == "masked_linear_forward") {
-    return masked_linear_forward<T>(c.at<T>(0), c.at<T>(1), c.at<int32_t>(2), c.at<T>(3), c.at<T>(4), linear_shape(),
-                                    mask_noise(c, 5), nullptr);
+    return with_scratch<C>(masked_linear_scratch<T>(linear_shape(), c.ints.at(2), false), [&](C* scratch, unsigned* t) {
+      return masked_linear_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), scratch, t,
+                                      c.ints.at(8) != 0, linear_shape(), mask_noise(c, 5), nullptr);
+    });
   }
   if (c.name == "masked_linear_backward_x") {
-    return masked_linear_backward_x<T>(c.at<T>(0), c.at<T>(1), c.at<int32_t>(2), c.at<T>(3), linear_shape(),
-                                       mask_noise(c, 4), nullptr);
+    return with_scratch<C>(masked_linear_scratch<T>(linear_shape(), c.ints.at(2), true), [&](C* scratch, unsigned* t) {
+      return masked_linear_backward_x<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), scratch, t,
+                                         c.ints.at(8) != 0, linear_shape(), mask_noise(c, 4), nullptr);
+    });
   }
   if (c.name == "masked_linear_backward_weight") {
-    return masked_linear_backward_weight<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<int32_t>(4),
-                                            c.at<T>(5), c.at<T>(6), static_cast<C>(c.floats.at(0)), linear_shape(),
-                                            mask_noise(c, 7), nullptr);
+    return masked_linear_backward_weight<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<T>(5),
+                                            static_cast<C>(c.floats.at(0)), c.ints.at(8) != 0, linear_shape(),
+                                            mask_noise(c, 6), nullptr);
   }
   std::cerr << "unknown function " << c.name << std::endl;
   std::exit(2);
