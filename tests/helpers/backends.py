@@ -79,6 +79,7 @@ def chosen(backend: Backend) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if backend.name.startswith("native-"):
             module = fastmod._extension.MODULE
+            assert module is not None, fastmod._extension.STATUS
             module.set_cpu_isa(backend.name.removeprefix("native-"))
             stack.callback(module.set_cpu_isa, module.best_cpu_isa())
         if backend is CUDA_HOST:
