@@ -72,21 +72,7 @@ class MaskStudy(Study):
         settings = {name.removesuffix(kind): getattr(config, name) for name in own}
         return changed(config, settings | ({"beta": AUTO} if config.auto else {}))
 
-    def setting(self, config: Any, model: str) -> str:
-        """Whether a model was trained as the paper's, and where not."""
-        ours, theirs = self.config_of(config, model), self.presets[model]
-        apart = [
-            f"{key} {_said(getattr(ours, key))} ({_said(v)})" for key, v in theirs.items() if getattr(ours, key) != v
-        ]
-        return f"not the paper's setting: {', '.join(apart)}" if apart else "the paper's setting"
-
     def note(self, outcome: Outcome, model: str) -> str:
         """For the rows of a model."""
         weights = outcome.of(model)[0].result["weights"]["total"]
         return f"{weights:,} masked weights; {self.setting(outcome.config, model)}"
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "-".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
