@@ -31,7 +31,7 @@ class AdaptConfig(CompConfig):
     steps: int = 1000  # on the known domains
     adapt_steps: int = 300  # of each method
     lr: float = 2e-3
-    adapt_lr: float = 0.01  # of the mixture weights
+    adapt_lr: float = 0.05  # of the logits: shares near 0 or 1 have small gradients, and 300 steps are few
     adapter_lr: float = 1e-3  # of the input adapter, where it is what adapts
     batch: int = 16
     evaluate_every: int = 200
