@@ -31,7 +31,7 @@ def draw(lead: tuple[int, ...], k: int, p: int, dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 @pytest.mark.usefixtures("backend")
 def test_matches_fp64(shape: tuple[tuple[int, ...], int, int], mixing: str) -> None:
-    assert_agrees(partial(ops.template_mix, mixing=mixing), lambda: draw(*shape), draws=4)
+    assert_agrees(partial(ops.template_mix, mixing=mixing), lambda: draw(*shape))
 
 
 @by_mixing
