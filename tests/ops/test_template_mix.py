@@ -86,6 +86,21 @@ def test_nan_in_the_bank_stays_in_its_column() -> None:
     assert found[:, 7].isnan().all() and found.isnan().sum() == 3
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("backend")
+def test_infinity_in_the_bank_as_in_torch(dtype: torch.dtype) -> None:
+    """Where products are made of several, no infinity meets a zero that stands for a rest."""
+    logits, bank = draw((3,), 5, 70, dtype)
+    bank[2, 7], bank[4, 9] = INF, -INF
+    logits[1] = torch.tensor([0.5, 0.25, -0.5, 1.0, 2.0])  # no rest
+    found = ops.template_mix(logits, bank, "none")
+    with fastmod.use_backend("reference"):
+        plain = ops.template_mix(logits, bank, "none")
+    odd = ~plain.isfinite()
+    assert odd.sum() == 6 and torch.equal(found[odd], plain[odd])
+    assert found[~odd].isfinite().all()
+
+
 @by_mixing
 @pytest.mark.usefixtures("backend")
 def test_derivatives(mixing: str) -> None:
