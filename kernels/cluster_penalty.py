@@ -130,8 +130,6 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
     forward = {**shared, "partials_ptr": w, **tile(dtype.compute, backward=False)}
     backward = {**shared, "grad_ptr": "*fp64", "dbank_ptr": p, **tile(dtype.compute, backward=True)}
     table = {"partials_ptr": w, "table_ptr": "*fp64", "K": 32, **TABLE_TILE}
-    return [
-        Specialisation(forward_kernel, forward, OPTIONS),
-        Specialisation(backward_kernel, backward, OPTIONS),
-        Specialisation(table_kernel, table, OPTIONS),
-    ]
+    found = [Specialisation(forward_kernel, forward, OPTIONS), Specialisation(backward_kernel, backward, OPTIONS)]
+    # Parts are in the dtype of sums: reduced precision has no table of its own.
+    return [*found, Specialisation(table_kernel, table, OPTIONS)] if dtype.is_wide else found
