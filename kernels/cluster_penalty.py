@@ -69,18 +69,20 @@ def backward_kernel(
     tl.store(dbank_ptr + place, total, mask=mask)
 
 
-def tile(wide: tl.dtype) -> dict[str, int]:
-    return {"BLOCK_K": 16, "BLOCK_P": 128 if wide == tl.float64 else 256}
+def tile(wide: tl.dtype, backward: bool) -> dict[str, int]:
+    """Larger ones spill registers."""
+    return {"BLOCK_K": 16, "BLOCK_P": 128 if backward or wide == tl.float64 else 256}
 
 
-def _arguments(bank: Tensor) -> dict[str, Any]:
+def _arguments(bank: Tensor, backward: bool) -> dict[str, Any]:
     """Of both kernels; refuses what would be read beyond its end."""
     _checks.float_tensor("bank", bank, 2, "[K, P]")
     if bank.dim() != 2 or bank.shape[0] == 0:
         raise ValueError(f"bank: expected [K, P] with K >= 1, got shape {list(bank.shape)}")
     wide = compute_type(bank)
     return {
-        "bank_ptr": bank.contiguous(), "SIZE": bank.shape[1], "K": bank.shape[0], "CT": wide, **tile(wide), **OPTIONS
+        "bank_ptr": bank.contiguous(), "SIZE": bank.shape[1], "K": bank.shape[0], "CT": wide, **tile(wide, backward),
+        **OPTIONS,
     }  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def _grid(shared: dict[str, Any]) -> tuple[int, int]:
 
 def cluster_penalty_forward(bank: Tensor) -> Tensor:
     """bank ``[K, P]`` -> squared distances ``[K, K]``, fp64"""
-    shared = _arguments(bank)
+    shared = _arguments(bank, backward=False)
     count = bank.shape[0]
     if bank.shape[1] == 0:
         return bank.new_zeros((count, count), dtype=torch.float64)
@@ -107,7 +109,7 @@ def cluster_penalty_forward(bank: Tensor) -> Tensor:
 
 def cluster_penalty_backward(grad: Tensor, bank: Tensor) -> Tensor:
     """grad ``[K, K]``, fp64 -> ``[K, P]``"""
-    shared = _arguments(bank)
+    shared = _arguments(bank, backward=True)
     if grad.dtype != torch.float64:
         raise TypeError(f"grad: expected float64, got {grad.dtype}")
     if grad.shape != (bank.shape[0], bank.shape[0]):
@@ -124,10 +126,10 @@ def cluster_penalty_backward(grad: Tensor, bank: Tensor) -> Tensor:
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
     p, w = dtype.pointer, dtype.wide_pointer
-    shared = {"bank_ptr": p, "K": 32, "CT": dtype.compute, **tile(dtype.compute)}
+    shared = {"bank_ptr": p, "K": 32, "CT": dtype.compute}
+    forward = {**shared, "partials_ptr": w, **tile(dtype.compute, backward=False)}
+    backward = {**shared, "grad_ptr": "*fp64", "dbank_ptr": p, **tile(dtype.compute, backward=True)}
     table = {"partials_ptr": w, "table_ptr": "*fp64", "K": 32, **TABLE_TILE}
-    return [
-        Specialisation(forward_kernel, {**shared, "partials_ptr": w}, OPTIONS),
-        Specialisation(backward_kernel, {**shared, "grad_ptr": "*fp64", "dbank_ptr": p}, OPTIONS),
-        Specialisation(table_kernel, table, OPTIONS),
-    ]
+    found = [Specialisation(forward_kernel, forward, OPTIONS), Specialisation(backward_kernel, backward, OPTIONS)]
+    # Parts are in the dtype of sums: reduced precision has no table of its own.
+    return [*found, Specialisation(table_kernel, table, OPTIONS)] if dtype.is_wide else found

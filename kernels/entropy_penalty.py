@@ -12,7 +12,7 @@ from fastmod.ops._checks import compute_dtype
 from fastmod.ops.template_mix import check_logits
 
 #: Rows and logits of a program at once.
-TILE = {"BLOCK_R": 64, "BLOCK_K": 32}
+TILE = {"BLOCK_R": 32, "BLOCK_K": 32}
 
 
 @triton.jit

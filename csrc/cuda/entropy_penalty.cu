@@ -59,7 +59,7 @@ struct Row {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(const T* logits, int64_t rows, int64_t count, Compute<T>* total, Compute<T>* partials,
                    unsigned* tickets) {
   using C = Compute<T>;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     backward_kernel(const Compute<T>* grad, const T* logits, int64_t rows, int64_t count, T* grad_logits) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (row >= rows) return;  // all lanes of a warp

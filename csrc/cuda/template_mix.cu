@@ -175,7 +175,7 @@ __device__ inline void bank_tile(const uint4* weights, const T* grad, const Back
                                  int64_t column, const MixShape& shape, T* grad_bank) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   float total[1][4] = {}, low[1][4] = {};
-#pragma unroll 2
+#pragma unroll 1
   for (int step = 0; step < layout.steps; ++step) {
     const T* from = grad + (step * kDepth<T> + t * kOfLane<T>) * Backward<T>::kPitch + n0 + g;
     const uint4 b[1] = {unit_from(from, Backward<T>::kPitch)};
@@ -195,8 +195,8 @@ __device__ inline void weight_tile(const T* grad, const T* bank, int row0, int k
   constexpr int kPitch = Backward<T>::kPitch;
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   float total[1][4] = {}, low[1][4] = {};
-#pragma unroll
-  for (int at = 0; at < kColumns; at += kDepth<T>) {
+#pragma unroll 1
+  for (int at = 0; at < kColumns; at += kDepth<T>) {  // not unrolled: kTiles of these follow one another
     const int own = at + t * kOfLane<T>;
     const uint4 b[1] = {unit_from(bank + (k0 + g) * kPitch + own, 1)};
     multiply<T, true>(unit_from(grad + (row0 + g) * kPitch + own, 1), unit_from(grad + (row0 + g + 8) * kPitch + own, 1),

@@ -52,7 +52,7 @@ def near(found: list[Tensor], expected: list[Tensor], relative: float) -> None:
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 @pytest.mark.usefixtures("backend")
 def test_matches_fp64(shape: tuple[tuple[int, ...], int, int], squared: bool) -> None:
-    assert_agrees(partial(ops.cluster_penalty, squared=squared), lambda: draw(*shape), draws=4)
+    assert_agrees(partial(ops.cluster_penalty, squared=squared), lambda: draw(*shape))
 
 
 @by_power

@@ -99,6 +99,20 @@ def test_no_softmax_is_nan(row: list[float], name: str) -> None:
     assert value.isnan() and grad[0].isfinite().all() and grad[1].isnan().any()
 
 
+@pytest.mark.usefixtures("backend")
+def test_odd_rows_on_every_backend() -> None:
+    """No softmax is NaN, in its own row; a logit of -inf is left out."""
+    for row in ([NAN, 0.0, 1.0], [0.0, 1.0, NAN], [INF, 0.0, 1.0], [-INF] * 3):
+        logits = torch.tensor([[0.0, 1.0, 2.0], row], requires_grad=True)
+        value = ops.entropy_penalty(logits)
+        (grad,) = torch.autograd.grad(value, logits)
+        assert value.isnan() and grad[0].isfinite().all() and grad[1].isnan().any()
+    half = torch.tensor([2.0, -INF, 2.0], requires_grad=True)
+    value = ops.entropy_penalty(half)
+    assert value.item() == pytest.approx(math.log(2))
+    assert torch.autograd.grad(value, half)[0].tolist() == [0.0, 0.0, 0.0]
+
+
 @everywhere
 def test_is_the_plain_formula(name: str) -> None:
     logits = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
