@@ -24,14 +24,6 @@ constexpr int kThreads = kWarp * kMaxWarps * kMaxSlabs;
 constexpr int64_t kEnoughBlocks = 256;          // two for each multiprocessor of a large GPU
 constexpr int64_t kFewColumns = 512;
 
-// The same number, which nvcc is to hold rather than to compute anew in every loop.
-__device__ inline int held(int value) {
-#if defined(__CUDA_ARCH__)
-  asm("" : "+r"(value));
-#endif
-  return value;
-}
-
 template <typename T>
 struct Problem {
   const T* rows;  // [samples, rows, depth]

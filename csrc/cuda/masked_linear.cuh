@@ -6,6 +6,14 @@
 
 namespace fastmod::cuda {
 
+// The same number, which nvcc is to hold rather than to compute anew in every loop.
+__device__ inline int held(int value) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+r"(value));
+#endif
+  return value;
+}
+
 // Noise words of the weights `index` .. `index` + 3. One Philox call serves four if every row begins at a multiple of 4
 // (`quads`), else two calls.
 __device__ inline PhiloxWords quad_words(const PhiloxKeys& keys, uint64_t index, uint32_t stream, bool quads) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -78,13 +79,21 @@ def test_bound_sample_mask_refuses(bindings: Any) -> None:
         bindings.sample_mask_backward(random(2, 4, 3), logits, None, *noise, 1.0, logits[1:])
 
 
-def test_bound_masked_linear_uses_tf32_where_torch_allows_it(bindings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tf32_as_before() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("tf32_as_before")
+def test_bound_masked_linear_uses_tf32_where_torch_allows_it(bindings: Any) -> None:
     x, weight, grad, seed = random(32, 64), random(24, 64, seed=1), random(32, 24, seed=2), torch.tensor(SEED)
     sure = torch.full_like(weight, 50.0)  # every weight is kept
     exact = [x.double() @ weight.double().T, grad.double() @ weight.double(), grad.double().T @ x.double()]
     errors = []
     for allowed in (False, True):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        torch.backends.cuda.matmul.allow_tf32 = allowed
         found = bindings.masked_linear_forward(x, weight, sure, None, seed, 2, 0)
         gradients = bindings.masked_linear_backward(grad, x, weight, sure, seed, 2, 1.0, [True, True, False], 0)
         got = [found, gradients[0], gradients[1]]

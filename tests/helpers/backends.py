@@ -98,6 +98,8 @@ def chosen(backend: Backend) -> Iterator[None]:
 def kernel(name: str) -> Callable[..., Any]:
     """The kernel of the test's backend under a schema of ``fastmod/ops``, without the checks of the public function."""
     assert _current is not None
+    if _current.choice == "triton":
+        fastmod._extension.triton_ops()  # registers them, which else the first call of an op does
     return getattr(getattr(torch.ops.fastmod, name), "triton" if _current.choice == "triton" else "default")
 
 

@@ -132,6 +132,7 @@ def test_peak_memory() -> None:
 def test_masks_are_those_of_sample_mask(seed: int) -> None:
     """Unit inputs show the masked weights: the masks are the same, bit for bit."""
     _, weight, logits, *_ = draw(1, 1, 12, 9, scale=3.0)
+    weight = weight.bfloat16().float()  # which products of tf32 numbers leave as it is
     got = ops.masked_linear(torch.eye(12).repeat(3, 1), weight, logits, 3, seed=seed).view(3, 12, 9)
     assert torch.equal(got, by_reference(ops.masked_weight, weight, logits, 3, seed=seed).transpose(1, 2))
 
