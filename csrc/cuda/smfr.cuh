@@ -224,8 +224,14 @@ struct WeightStream {
 // this part of the sum, which is given back. What is left is as good as rounding.
 constexpr float kCutOff = 0.72f / 16777216.0f;
 constexpr int kExactDepth = 4;  // sums of so few products lose nothing, or nearly so
-// Sums of so few products, in which nothing averages out, are given the product of the low parts too.
+// Sums of so few products, in which nothing averages out, are given three more: of the low parts, and of the last bit of
+// each factor, which tensor cores do not look at.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kFewProducts = 0;  // there factors are whole, see mma_by_shuffles
+#else
 constexpr int kFewProducts = 32;
+#endif
+__device__ inline uint32_t last_bit(uint32_t rest) { return tf32_rest(__uint_as_float(rest), rest & 0xffffe000u); }
 
 struct alignas(16) Four32 {
   float v[4];
@@ -265,7 +271,13 @@ __device__ inline void multiply(WeightStream<T, kBackward>& stream, const float*
           if constexpr (kSplit) {
             const uint32_t b0_rest = tf32_rest(b[0], b0), b1_rest = tf32_rest(b[1], b1);
             mma(type, low[tile], a, b0_rest, b1_rest);
-            if constexpr (kProducts == 4) mma(type, low[tile], a_rest, b0_rest, b1_rest);
+            if constexpr (kProducts == 6) {
+              const uint32_t a_last[4] = {last_bit(a_rest[0]), last_bit(a_rest[1]), last_bit(a_rest[2]),
+                                          last_bit(a_rest[3])};
+              mma(type, low[tile], a_rest, b0_rest, b1_rest);
+              mma(type, low[tile], a, last_bit(b0_rest), last_bit(b1_rest));
+              mma(type, low[tile], a_last, b0, b1);
+            }
           }
         }
       }
@@ -312,8 +324,8 @@ __device__ inline void linear_layer(WeightStream<T, kBackward>& stream, int line
     if constexpr (sizeof(T) == 4) {
       if (!s.precise) {
         multiply<1>(stream, activations, chunks, both, cut_off, result);
-      } else if (step.products() <= kFewProducts) {
-        multiply<4>(stream, activations, chunks, both, cut_off, result);
+      } else if (kFewProducts > 0 && step.products() <= kFewProducts) {
+        multiply<6>(stream, activations, chunks, both, cut_off, result);
       } else {
         multiply<3>(stream, activations, chunks, both, cut_off, result);
       }

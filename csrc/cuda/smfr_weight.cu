@@ -148,7 +148,12 @@ __device__ inline void multiply(const float* grads, const float* inputs, bool pr
         if (precise) {
           mma(type, low[i][j], rest, b[j][0].high, b[j][1].high);
           mma(type, low[i][j], high, b[j][0].low, b[j][1].low);
-          if (few) mma(type, low[i][j], rest, b[j][0].low, b[j][1].low);
+          if (few) {
+            const uint32_t last[4] = {last_bit(rest[0]), last_bit(rest[1]), last_bit(rest[2]), last_bit(rest[3])};
+            mma(type, low[i][j], rest, b[j][0].low, b[j][1].low);
+            mma(type, low[i][j], high, last_bit(b[j][0].low), last_bit(b[j][1].low));
+            mma(type, low[i][j], last, b[j][0].high, b[j][1].high);
+          }
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -211,7 +216,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     }
     if (has_work) {
       multiply(grads + half * 16 * kPitch + out_at, buffer(step, 1) + half * 16 * kPitch + in_at, precise,
-               s.batch <= kFewProducts, total, low);
+               kFewProducts > 0 && s.batch <= kFewProducts, total, low);
     }
   }
 
