@@ -40,7 +40,7 @@ def check_stack(harness: Harness, case: Stack) -> None:
     per_layer, depth = 2 * len(case.hidden) + 2, len(case.counts) - 1
     x, grad_out = random(batch, case.counts[0], d, dtype=dtype), random(batch, case.counts[-1], d, dtype=dtype, seed=1)
     taus = [torch.tensor(0.7 + 0.1 * i) for i in range(depth)]
-    widths = [sum(b.numel() for b in params[2 * per_layer * l + 1 : 2 * per_layer * (l + 1) : 2]) for l in range(depth)]
+    widths = [sum(b.numel() for b in params[2 * per_layer * i + 1 : 2 * per_layer * (i + 1) : 2]) for i in range(depth)]
     sizes = [batch, case.counts[0], d, depth, per_layer // 2, per_layer // 2, SOFTMAX, case.context, True]
     ints = [*map(int, sizes), *case.counts[1:], *(size for weight in params[::2] for size in weight.shape)]
 
@@ -50,20 +50,26 @@ def check_stack(harness: Harness, case: Stack) -> None:
 
     forward = [
         [Out(batch, n * d, dtype=dtype), Out(batch, m * n, dtype=dtype), Out(batch, n, dtype=dtype),
-         Out(batch * (widths[l] + n * d), dtype=F32), None, taus[l]]
-        for l, (m, n) in enumerate(pairwise(case.counts))
+         Out(batch * (widths[i] + n * d), dtype=F32), None, taus[i]]
+        for i, (m, n) in enumerate(pairwise(case.counts))
     ]  # fmt: skip
     *found, penalty = launch("smfr_forward", forward, params, Out(1, dtype=F32))
     outs, saved = found[::4], found[3::4]
     kept = [
-        [outs[l] if l + 1 < depth else None, None, None, saved[l], Out(batch * widths[l], dtype=F32), taus[l]]
-        for l in range(depth)
+        [outs[i] if i + 1 < depth else None, None, None, saved[i], Out(batch * widths[i], dtype=F32), taus[i]]
+        for i in range(depth)
     ]
     partials = Out(depth, -(-batch // TILE), dtype=F32)
     *grads, grad_x, tau_partials = launch(
-        "smfr_backward", kept, params, grad_out, torch.tensor(0.3), Out(batch, case.counts[0] * d, dtype=dtype), partials
+        "smfr_backward",
+        kept,
+        params,
+        grad_out,
+        torch.tensor(0.3),
+        Out(batch, case.counts[0] * d, dtype=dtype),
+        partials,
     )
-    left = [[*layer[:4], grads[l], Out(1, dtype=F32)] for l, layer in enumerate(kept)]
+    left = [[*layer[:4], grads[i], Out(1, dtype=F32)] for i, layer in enumerate(kept)]
     got = launch("smfr_backward_weight", left, [Out(*p.shape, dtype=dtype) for p in params], tau_partials)
 
     leaves = [t.to(F64).requires_grad_() for t in (x, *taus, *params)]
