@@ -102,8 +102,8 @@ def covers(archs: str, capability: tuple[int, int]) -> bool:
     return False
 
 
-#: Ops without kernels of their own on a GPU: their files in fastmod/ops call those of one MFNNR layer by layer, those
-#: of sample_mask sample by sample.
+#: Ops without kernels of their own in Triton, or on no GPU: their files in fastmod/ops call those of one MFNNR layer by
+#: layer, those of sample_mask sample by sample.
 COMPOSED = ("smfr", "masked_conv2d")
 
 

@@ -392,14 +392,15 @@ cudaError_t leaky_backward(C* grad, const C* hidden, int64_t count, cudaStream_t
 //
 // A stack of MFNNRs in one launch forward and two backward, for hidden layers up to kMaxHidden.
 
-constexpr int kStackLayers = 20;   // what one launch takes: its arguments have 4 KB
-constexpr int kStackLinears = 96;
+constexpr int kStackLayers = 18;   // what one launch takes: its arguments have 4 KB
+constexpr int kStackLinears = 72;
 
 template <typename T>
 struct StackLinear {
   T* weight;  // [out, in]; of smfr_backward_weight: the gradients, which it writes
   T* bias;    // [out]
   int out, in;
+  int routed;  // how many of the inputs are routed blocks, before those of x; 0 where they are not both
 };
 
 // n: blocks that come out. tau and seed as in Routing.

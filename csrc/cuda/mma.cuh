@@ -229,6 +229,17 @@ __device__ inline uint32_t half_word(float low, float high, __nv_bfloat16*) {
 #endif
 }
 
+// value - high, bits of both in registers that need no conversion.
+__device__ inline uint32_t tf32_rest(float value, uint32_t high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t rest;
+  asm("sub.f32 %0, %1, %2;" : "=r"(rest) : "f"(value), "r"(high));
+  return rest;
+#else
+  return __float_as_uint(value - __uint_as_float(high));
+#endif
+}
+
 // value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them, without that of the low
 // parts, make one of fp32. What is not finite is a low part alone: it meets the other factor's high part and nothing
 // else, while as a high part it would meet the low part too, which may be zero or of the other sign. Unless `precise`,

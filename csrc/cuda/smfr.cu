@@ -4,49 +4,29 @@
 namespace fastmod::cuda {
 namespace {
 
-__device__ inline float squared_excess(float value, float threshold) {
-  const float over = threshold >= 0.0f ? excess(value, threshold) : 0.0f;
-  return over * over;
-}
-
-// Logits of the row -> weights, in place.
-template <typename T>
-__device__ inline void route_row(const Stack<T>& s, const StackLayer<T>& layer, const RowThread& r, int m_count,
-                                 float* logits) {
-  const RoutingColumn column(s.mode, layer);
-  for (int n = r.lane; n < layer.n; n += kThreadsOfRow) {
-    float* own = logits + n;
-    const int64_t index = r.at * m_count * layer.n + n;
-    const RoutingColumn::Extremes found = column.scores(own, m_count, layer.n, index);
-    for (int m = 0; m < m_count; ++m) {
-      float& weight = own[m * layer.n];
-      weight = column.forward_weight(weight, m, found);
-    }
-  }
-}
-
-// Four outputs of the routed blocks at a time, so that each value of x is read once for them.
-template <typename T>
-__device__ inline void mix_row(const Stack<T>& s, const StackLayer<T>& layer, const RowThread& r, int m_count,
-                               int routed_at, const float* weights, float* input, float* saved) {
-  const int d_count = s.d, groups = (layer.n + 3) / 4;
-  for (int task = r.lane; task < groups * d_count; task += kThreadsOfRow) {
-    const int n0 = task / d_count * 4, d = task - n0 / 4 * d_count;
+// Four outputs of the routed blocks at a time, so that each value of x is read once for them. values: [x ; routed].
+__device__ inline void mix_row(int lane, int m_count, int n_count, int d_count, const float* weights, float* values) {
+  const int groups = (n_count + 3) / 4;
+  for (int task = lane; task < groups * d_count; task += kThreadsOfRow) {
+    const int group = task / d_count, d = task - group * d_count, there = n_count - 4 * group;
+    const float *own = weights + 4 * group, *x = values + d;
     float total[4] = {};
-    const float* own = weights + n0;
-    const int there = layer.n - n0;
-#pragma unroll 2
-    for (int m = 0; m < m_count; ++m, own += layer.n) {
-      const float x = get(input, r.row, m * d_count + d);
+    if (there >= 4) {
+#pragma unroll 4
+      for (int m = 0; m < m_count; ++m, own += n_count, x += d_count) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) total[i] += (i < there ? own[i] : 0.0f) * x;
+        for (int i = 0; i < 4; ++i) total[i] += own[i] * *x;
+      }
+    } else {
+      for (int m = 0; m < m_count; ++m, own += n_count, x += d_count) {
+#pragma unroll
+        for (int i = 0; i < 3; ++i) total[i] += (i < there ? own[i] : 0.0f) * *x;
+      }
     }
+    float* to = values + (m_count + 4 * group) * d_count + d;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i >= there) break;
-      const int feature = (n0 + i) * d_count + d;
-      put(input, r.row, routed_at + feature, total[i]);
-      if (saved && r.inside) saved[feature] = total[i];
+      if (i < there) to[i * d_count] = total[i];
     }
   }
 }
@@ -56,86 +36,115 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     stack_forward_kernel(const __grid_constant__ Stack<T> s, const __grid_constant__ StackMemory memory, float* penalty,
                          float* partials, unsigned* ticket) {
   FASTMOD_DYNAMIC_SHARED(shared);
-  float* const input = reinterpret_cast<float*>(shared + memory.input);      // [x ; routed]
-  float* const outputs = reinterpret_cast<float*>(shared + memory.outputs);  // [row][output] of an FNN
-  const auto hidden = [&](int i) {
-    return reinterpret_cast<float*>(shared + memory.hidden + i % 2 * memory.hidden_bytes);
-  };
-  const int per_layer = s.route + s.update;
-  WeightStream<T, false> stream(s, shared + memory.slots, 0, s.depth * per_layer, true);
+  const auto part = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
+  float* const input = part(memory.input);      // [x ; routed], each in chunks of its own
+  float* const outputs = part(memory.outputs);  // [row][output] of an FNN
+  const auto hidden = [&](int i) { return part(memory.hidden + (i & 1) * memory.hidden_bytes); };
+  const int per_layer = s.route + s.update, lane = threadIdx.x % kWarp;
   const RowThread r(s);
+  float* const row_values = part(memory.values) + r.row * memory.row_values;  // [x ; routed] once more, whole
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows + lane / 4;
+  WeightStream<T, false> stream(s, shared + memory.slots, 0, s.depth * per_layer, true);
 
   int m = s.m;
-  for (int f = r.lane; f < chunks_of(m * s.d) * kDepthStep; f += kThreadsOfRow) {
-    put(input, r.row, f, r.inside && f < m * s.d ? widen(s.x[r.at * m * s.d + f]) : 0.0f);
+  for (int f = r.lane; f < padded(m * s.d); f += kThreadsOfRow) {
+    const float value = r.inside && f < m * s.d ? widen(s.x[r.at * m * s.d + f]) : 0.0f;
+    put(input, r.row, f, value);
+    if (f < m * s.d) row_values[f] = value;
   }
   float excesses = 0;
   for (int l = 0; l < s.depth; ++l) {
     const StackLayer<T>& layer = s.layer[l];
-    const int features = m * s.d, logits = m * layer.n, values = layer.n * s.d;
-    const int routed_at = s.context ? features : chunks_of(features) * kDepthStep;
+    const int features = m * s.d, values = layer.n * s.d;
     float* saved = layer.saved;  // the section that comes next
     for (int i = 0; i < per_layer; ++i) {
       const bool update = i >= s.route, last = i + 1 == s.route || i + 1 == per_layer;
       const int place = update ? i - s.route : i, width = s.linear[l * per_layer + i].out;
       const T* bias = s.linear[l * per_layer + i].bias;
-      const float* from = place ? hidden(place - 1) : update && !s.context ? input + place_of(0, routed_at) : input;
+      const float* first = update && !s.context ? input + place_of(0, padded(features)) : input;
       float* const to = hidden(place);
+      float* const kept = saved ? saved + tile_row * width : nullptr;
+      const bool keep[2] = {saved && tile_row < s.batch, saved && tile_row + 8 < s.batch};
       __syncthreads();  // what this layer reads has been written, what it writes has been read
-      linear_layer(stream, l * per_layer + i, from, [&](int row, int column, float first, float second) {
-        const int64_t at = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
-        const float value[2] = {first, second};
+      linear_layer(stream, l * per_layer + i, place ? hidden(place - 1) : first,
+                   [&](int column, const float(&top)[2], const float(&bottom)[2]) {
+        const bool there[2] = {column < width, column + 1 < width};
+        const float offset[2] = {there[0] ? widen(bias[column]) : 0.0f, there[1] ? widen(bias[column + 1]) : 0.0f};
+        float value[2][2] = {{top[0] + offset[0], top[1] + offset[1]}, {bottom[0] + offset[0], bottom[1] + offset[1]}};
+        if (last) {
+          float* own = outputs + lane / 4 * width + column;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const bool there = column + j < width;
-          float result = there ? value[j] + widen(bias[column + j]) : 0.0f;
-          if (last) {
-            if (there) outputs[row * width + column + j] = result;
-          } else {
-            result = result > 0.0f ? result : result * static_cast<float>(kLeakySlope);
-            put(to, row, column + j, result);
-            if (there && saved && at < s.batch) saved[at * width + column + j] = result;
+          for (int j = 0; j < 2; ++j) {
+            if (there[j]) own[j] = value[0][j];
+            if (there[j]) own[8 * width + j] = value[1][j];
           }
+          return;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float(&own)[2] = value[half];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) own[j] = own[j] > 0.0f ? own[j] : own[j] * static_cast<float>(kLeakySlope);
+          put(to, lane / 4 + 8 * half, column, own[0], own[1]);
+          if (!keep[half]) continue;
+          float* section = kept + half * 8 * width + column;
+          if (there[0]) section[0] = own[0];
+          if (there[1]) section[1] = own[1];
         }
       });
       if (last) {
         __syncthreads();
         float* own = outputs + r.row * width;
-        for (int f = r.lane; f < width && r.inside; f += kThreadsOfRow) {
-          const float value = own[f];
-          if (saved) saved[r.at * width + f] = value;
-          if (!update) narrow(value, layer.logits + r.at * logits + f);
-          if (update && f >= values) narrow(value, layer.gate + r.at * layer.n + f - values);
-          if (!update || f >= values) excesses += squared_excess(value, s.threshold);
+        if (saved && r.inside) {
+          float* section = saved + r.at * width;
+          for (int f = r.lane; f < width; f += kThreadsOfRow) section[f] = own[f];
         }
-      }
-      if (saved) saved += s.batch * width;
-      if (!last) continue;
-      __syncwarp(kAllLanes);
-      float* own = outputs + r.row * width;
-      if (!update) {
-        route_row(s, layer, r, m, own);
-        __syncwarp(kAllLanes);
-        mix_row(s, layer, r, m, routed_at, own, input, saved ? saved + r.at * values : nullptr);
-        for (int f = routed_at + values + r.lane; f < chunks_of(routed_at + values) * kDepthStep; f += kThreadsOfRow) {
-          put(input, r.row, f, 0.0f);
-        }
-        if (saved) saved += s.batch * values;
-      } else {
-        for (int n = r.lane; n < layer.n; n += kThreadsOfRow) {
-          const float logit = own[values + n], open = sigmoid(logit), closed = sigmoid(-logit);
-          for (int d = 0; d < s.d; ++d) {
-            float& fresh = own[n * s.d + d];
-            fresh = open * fresh + closed * get(input, r.row, routed_at + n * s.d + d);
+        const int before = update ? values : 0, shown = width - before;  // the logits, of routing or of gates
+        T* logits = (update ? layer.gate : layer.logits) + r.at * shown;
+        for (int f = r.lane; f < shown && r.inside; f += kThreadsOfRow) {
+          const float value = own[before + f];
+          narrow(value, logits + f);
+          if (s.threshold >= 0.0f) {
+            const float over = excess(value, s.threshold);
+            excesses += over * over;
           }
         }
+        if (saved) saved += s.batch * width;
         __syncwarp(kAllLanes);
-        for (int f = r.lane; f < chunks_of(values) * kDepthStep; f += kThreadsOfRow) {
-          T rounded;
-          narrow(f < values ? own[f] : 0.0f, &rounded);
-          put(input, r.row, f, widen(rounded));
-          if (f < values && r.inside) layer.out[r.at * values + f] = rounded;
+        if (!update) {
+          const RoutingColumn column(s.mode, layer);
+          for (int n = r.lane; n < layer.n; n += kThreadsOfRow) {
+            column.weigh(own + n, m, layer.n, r.at * width + n);
+          }
+          __syncwarp(kAllLanes);
+          mix_row(r.lane, m, layer.n, s.d, own, row_values);
+          __syncwarp(kAllLanes);
+          float* routed = saved && r.inside ? saved + r.at * values : nullptr;
+          for (int f = r.lane; f < padded(values); f += kThreadsOfRow) {
+            const float value = f < values ? row_values[features + f] : 0.0f;
+            put(input, r.row, padded(features) + f, value);
+            if (routed && f < values) routed[f] = value;
+          }
+          if (saved) saved += s.batch * values;
+        } else {
+          for (int n = r.lane; n < layer.n; n += kThreadsOfRow) {
+            const float logit = own[values + n], open = sigmoid(logit), closed = sigmoid(-logit);
+            float *fresh = own + n * s.d, *routed = row_values + features + n * s.d;
+            for (int d = 0; d < s.d; ++d) fresh[d] = open * fresh[d] + closed * routed[d];
+          }
+          __syncwarp(kAllLanes);
+          T* out = layer.out + r.at * values;
+          for (int f = r.lane; f < padded(values); f += kThreadsOfRow) {
+            T rounded;
+            narrow(f < values ? own[f] : 0.0f, &rounded);
+            put(input, r.row, f, widen(rounded));
+            if (f >= values) continue;
+            row_values[f] = widen(rounded);
+            if (r.inside) out[f] = rounded;
+          }
         }
+      } else if (saved) {
+        saved += s.batch * width;
       }
     }
     m = layer.n;
@@ -156,12 +165,13 @@ __global__ void __launch_bounds__(kStackThreads, 1)
 
 template <typename T>
 StackMemory stack_memory(const Stack<T>& s, bool backward) {
-  int features = 0, hidden = 0, outputs = 0, values = 0, blocks = s.m * s.d, logits = 0, m = s.m;
+  int features = 0, whole = 0, hidden = 0, outputs = 0, values = 0, blocks = s.m * s.d, logits = 0, m = s.m;
   const int per_layer = s.route + s.update;
   for (int l = 0; l < s.depth; ++l) {
     const auto larger = [](int a, int b) { return a > b ? a : b; };
     const int n = s.layer[l].n, own = n * s.d, x = m * s.d;
-    features = larger(features, chunks_of((s.context ? x : chunks_of(x) * kDepthStep) + own));
+    features = larger(features, chunks_of(x) + chunks_of(own));
+    whole = larger(whole, x + own);
     values = larger(values, own);
     blocks = larger(blocks, larger(x, own));
     logits = larger(logits, m * n);
@@ -183,6 +193,8 @@ StackMemory stack_memory(const Stack<T>& s, bool backward) {
   if (!backward) {
     memory.input = take(features * kChunkFloats);
     memory.outputs = take(outputs * kTileRows);
+    memory.values = take(whole * kTileRows);
+    memory.row_values = whole;
     return memory;
   }
   memory.grads = take(chunks_of(outputs) * kChunkFloats);

@@ -24,27 +24,44 @@ static_assert(kThreadsOfRow == 16 && kTileRows == 16, "a row belongs to one warp
 
 constexpr int kChunkFloats = 2 * kTileRows * kDepthStep, kLow = kTileRows * kDepthStep;
 
-__host__ __device__ inline int chunks_of(int features) { return (features + kDepthStep - 1) / kDepthStep; }
+__host__ __device__ inline int chunks_of(int features) {
+  return static_cast<int>(static_cast<unsigned>(features + kDepthStep - 1) / kDepthStep);
+}
+__host__ __device__ inline int padded(int features) { return chunks_of(features) * kDepthStep; }
 
 __device__ inline int place_of(int row, int feature) {
-  return feature / kDepthStep * kChunkFloats + row * kDepthStep + feature % kDepthStep;
+  const auto f = static_cast<unsigned>(feature);
+  return static_cast<int>(f / kDepthStep * kChunkFloats + f % kDepthStep) + row * kDepthStep;
 }
 
 __device__ inline bool finite(float value) { return value - value == 0.0f; }
 
 // high + low == value, and tensor cores read all of low but its last bit at most. What is not finite makes a sum that is
 // not finite, which is then computed anew.
-__device__ inline void split_exactly(float value, float* high, float* low) {
-  *high = __uint_as_float(tf32_bits(value));
-  *low = value - *high;
-  if (!finite(*low)) {
-    *high = finite(value) ? __uint_as_float(__float_as_uint(value) & 0xffffe000u) : value;  // close to overflow, or inf
-    *low = finite(value) ? value - *high : value;
+__device__ inline void split_special(float value, float* high, float* low) {
+  *high = finite(value) ? __uint_as_float(__float_as_uint(value) & 0xffffe000u) : value;  // close to overflow, or inf
+  *low = finite(value) ? value - *high : value;
+}
+struct alignas(8) Two32 {
+  float v[2];
+};
+// Two neighbours, the first of them even.
+__device__ inline void put(float* activations, int row, int feature, float first, float second) {
+  auto* at = reinterpret_cast<Two32*>(activations + place_of(row, feature));
+  Two32 high{{__uint_as_float(tf32_bits(first)), __uint_as_float(tf32_bits(second))}};
+  Two32 low{{first - high.v[0], second - high.v[1]}};
+  if (!finite(low.v[0] + low.v[1])) {
+    split_special(first, &high.v[0], &low.v[0]);
+    split_special(second, &high.v[1], &low.v[1]);
   }
+  at[0] = high;
+  at[kLow / 2] = low;
 }
 __device__ inline void put(float* activations, int row, int feature, float value) {
   float* at = activations + place_of(row, feature);
-  split_exactly(value, at, at + kLow);
+  at[0] = __uint_as_float(tf32_bits(value));
+  at[kLow] = value - at[0];
+  if (!finite(at[kLow])) split_special(value, at, at + kLow);
 }
 __device__ inline float get(const float* activations, int row, int feature) {
   const float* at = activations + place_of(row, feature);
@@ -53,23 +70,23 @@ __device__ inline float get(const float* activations, int row, int feature) {
 
 // ---- the order in which weights are used
 
-// One linear layer as a warp meets it: `columns` results, sums of `depth` products. Forward, feature f of the activations
-// meets input f + before of the weight if f < border, else f + after: update FNNs read [routed ; x], while x comes first
-// in shared memory.
+// One linear layer as a warp meets it: `columns` results. Forward, the sums run over two parts of the weight's inputs,
+// `depth[i]` of them from `first[i]` on, each in chunks of its own: update FNNs read [routed ; x], while x comes first in
+// shared memory. Backward they run over the rows of the weight.
 struct Step {
-  int columns, depth, border, before, after;
+  int columns, depth[2], first[2];
+  __device__ int chunks() const { return chunks_of(depth[0]) + chunks_of(depth[1]); }
+  __device__ int products() const { return depth[0] + depth[1]; }
 };
 
 template <typename T, bool kBackward>
 __device__ inline Step step_of(const Stack<T>& s, int linear, bool need_x) {
-  const int per_layer = s.route + s.update, layer = linear / per_layer, i = linear - layer * per_layer;
-  const int in = s.linear[linear].in, out = s.linear[linear].out;
+  const int in = s.linear[linear].in, out = s.linear[linear].out, routed = s.linear[linear].routed;
   if constexpr (kBackward) {
-    const bool alone = i == s.route && layer == 0 && !need_x;  // the gradient of x is not wanted
-    return {alone ? s.layer[0].n * s.d : in, out, 0, 0, 0};
+    const bool alone = linear == s.route && routed && !need_x;  // the gradient of x is not wanted
+    return {alone ? routed : in, {out, 0}, {0, 0}};
   } else {
-    const int routed = s.layer[layer].n * s.d;
-    return i == s.route && s.context ? Step{out, in, in - routed, routed, routed - in} : Step{out, in, 0, 0, 0};
+    return {out, {in - routed, routed}, {routed, 0}};
   }
 }
 
@@ -85,147 +102,159 @@ constexpr int kSlotBytes = kStages * 2 * kStackThreads * static_cast<int>(sizeof
 template <typename T, bool kBackward>
 struct WeightStream {
   const Stack<T>& s;
-  Weights4<T>* slots;  // [stage][half][thread]
+  Weights4<T>* slots;  // this thread's, [stage][half], kStackThreads apart
   bool need_x;
-  int linear, end, stage, column, chunk;
+  int linear, end, stage, column, in;
   Step step;
-  const T* row;  // of the weight, at this lane's first input or column
-  bool whole;    // neighbours can be copied at once
+  int part, chunks;  // of the sums; chunks of it that are left
+  int left[2];       // forward: inputs left from this lane's first on, of each tile; backward: rows of the weight, columns
+  const T *from, *second;  // forward: of each tile
+  int whole;               // neighbours can be copied at once
 
   __device__ WeightStream(const Stack<T>& stack, void* memory, int first, int end_, bool need_x_)
-      : s(stack), slots(static_cast<Weights4<T>*>(memory)), need_x(need_x_), linear(first), end(end_), stage(0) {
+      : s(stack), slots(static_cast<Weights4<T>*>(memory) + threadIdx.x), need_x(need_x_), linear(first), end(end_),
+        stage(0), from(s.x), second(s.x) {
     enter();
+#pragma unroll 1
     for (int i = 0; i < kStages; ++i) next();
   }
-  __device__ bool done() const { return linear == end; }
 
   // The first linear layer from here on in which this warp has columns.
   __device__ void enter() {
     column = static_cast<int>(threadIdx.x) / kWarp * kPairColumns;
     for (; linear != end; linear += kBackward ? -1 : 1) {
       step = step_of<T, kBackward>(s, linear, need_x);
-      if (column < step.columns) break;
+      if (column < step.columns) return begin(0);
     }
-    if (!done()) begin();
+    left[0] = left[1] = 0;  // units of nothing, for ever
+    chunks = -1;
+    whole = false;  // any address will do
   }
-  __device__ void begin() {
-    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, in = s.linear[linear].in;
+  __device__ void begin(int part_) {
+    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     const T* weight = s.linear[linear].weight;
     constexpr int kTogether = kBackward ? 2 : 4;
-    whole = in % kTogether == 0 && step.border % kTogether == 0 && step.columns % (kBackward ? 2 : 1) == 0 &&
-            reinterpret_cast<uintptr_t>(weight) % (kTogether * sizeof(T)) == 0;
-    row = kBackward ? weight + static_cast<int64_t>(4 * t) * in + column + 2 * g
-                    : weight + static_cast<int64_t>(column + g) * in;
-    chunk = 0;
+    part = part_;
+    in = s.linear[linear].in;
+    const int depth = part ? step.depth[1] : step.depth[0], first = part ? step.first[1] : step.first[0];
+    chunks = chunks_of(depth);
+    if constexpr (kBackward) {
+      left[0] = depth - 4 * t;
+      left[1] = step.columns - column - 2 * g;
+      from = weight + static_cast<int64_t>(4 * t) * in + column + 2 * g;
+      whole = in % 2 == 0 && step.columns % 2 == 0;
+    } else {
+      left[0] = column + g < step.columns ? depth - 4 * t : 0;
+      left[1] = column + 8 + g < step.columns ? depth - 4 * t : 0;
+      from = weight + static_cast<int64_t>(column + g) * in + first + 4 * t;
+      second = from + static_cast<int64_t>(8) * in;
+      whole = in % 4 == 0 && first % 4 == 0 && depth % 4 == 0;
+    }
+    whole = whole && reinterpret_cast<uintptr_t>(weight) % (kTogether * sizeof(T)) == 0;
+  }
+  __device__ void end_of_part() {
+    if (part == 0 && step.depth[1] > 0) return begin(1);
+    column += kStackWarps * kPairColumns;
+    if (column < step.columns) return begin(0);
+    linear += kBackward ? -1 : 1;
+    enter();
   }
 
+  // Nothing is read unless `inside`.
   template <int kCount>
-  __device__ void copy(T* to, const T* from, bool inside) const {
+  __device__ void copy(T* to, const T* address, bool inside) const {
     if constexpr (kCount * sizeof(T) >= 4) {
-      copy_async<kCount * static_cast<int>(sizeof(T))>(to, inside ? from : s.linear[linear].weight, inside);
+      copy_async<kCount * static_cast<int>(sizeof(T))>(to, address, inside);
     } else {
-      if (inside) {
-        *to = *from;
-      } else {
-        narrow(0.0f, to);
-      }
+      narrow(0.0f, to);
+      if (inside) *to = *address;
     }
   }
 
   // Starts the copy of the next unit, into the slot whose unit was read last.
   __device__ void next() {
-    if (!done()) {
-      const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, in = s.linear[linear].in;
-      Weights4<T>* to = slots + stage * 2 * kStackThreads + threadIdx.x;
-      const int k = chunk * kDepthStep + 4 * t;
-      if constexpr (kBackward) {
-        const int first = column + 2 * g;
+    Weights4<T>* to = slots + stage;
+    if constexpr (kBackward) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          T* pair = to[i / 2 * kStackThreads].v + i % 2 * 2;
-          const bool inside = k + i < step.depth;
-          if (whole) {
-            copy<2>(pair, row + static_cast<int64_t>(i) * in, inside && first < step.columns);
-          } else {
-            copy<1>(pair, row + static_cast<int64_t>(i) * in, inside && first < step.columns);
-            copy<1>(pair + 1, row + static_cast<int64_t>(i) * in + 1, inside && first + 1 < step.columns);
-          }
+      for (int i = 0; i < 4; ++i) {
+        T* pair = to[i / 2 * kStackThreads].v + i % 2 * 2;
+        const T* address = from + static_cast<int64_t>(i) * in;
+        if (whole) {
+          copy<2>(pair, address, i < left[0] && left[1] > 0);
+        } else {
+          copy<1>(pair, address, i < left[0] && left[1] > 0);
+          copy<1>(pair + 1, address + 1, i < left[0] && left[1] > 1);
         }
-        row += static_cast<int64_t>(kDepthStep) * in;
+      }
+      from += static_cast<int64_t>(kDepthStep) * in;
+    } else {
+      if (whole) {
+        copy<4>(to[0].v, from, left[0] > 0);
+        copy<4>(to[kStackThreads].v, second, left[1] > 0);
       } else {
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-          const bool there = column + 8 * tile + g < step.columns;
-          const T* from = row + static_cast<int64_t>(8 * tile) * in;
-          T* four = to[tile * kStackThreads].v;
-          if (whole) {
-            copy<4>(four, from + k + (k < step.border ? step.before : step.after), there && k < step.depth);
-          } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              copy<1>(four + i, from + k + i + (k + i < step.border ? step.before : step.after),
-                      there && k + i < step.depth);
-            }
-          }
+        for (int i = 0; i < 4; ++i) {
+          copy<1>(to[0].v + i, from + i, i < left[0]);
+          copy<1>(to[kStackThreads].v + i, second + i, i < left[1]);
         }
       }
-      if (++chunk == chunks_of(step.depth)) {
-        column += kStackWarps * kPairColumns;
-        if (column < step.columns) {
-          begin();
-        } else {
-          linear += kBackward ? -1 : 1;
-          enter();
-        }
-      }
+      from += kDepthStep;
+      second += kDepthStep;
+      left[1] -= kDepthStep;
     }
+    left[0] -= kDepthStep;
+    if (--chunks == 0) end_of_part();
     commit_copies();
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    stage = stage == (kStages - 1) * 2 * kStackThreads ? 0 : stage + 2 * kStackThreads;
   }
 
   // The oldest unit, whose place the next one takes.
   __device__ void take(float (&w)[2][4]) {
     wait_copies<kStages - 1>();
-    const Weights4<T>* from = slots + stage * 2 * kStackThreads + threadIdx.x;
+    const Weights4<T> four[2] = {slots[stage], slots[stage + kStackThreads]};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Weights4<T> four = from[half * kStackThreads];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) w[half][i] = widen(four.v[i]);
-    }
+    for (int i = 0; i < 8; ++i) w[i / 4][i % 4] = widen(four[i / 4].v[i % 4]);
     next();
   }
 };
 
 // ---- products
 
+// Tensor cores cut sums off where an adder would round them: each product costs half a unit of the last place, on average
+// this part of the sum, which is given back. What is left is as good as rounding.
+constexpr float kCutOff = 0.72f / 16777216.0f;
+constexpr int kExactDepth = 4;  // sums of so few products lose nothing, or nearly so
+// Sums of so few products, in which nothing averages out, are given three more: of the low parts, and of the last bit of
+// each factor, which tensor cores do not look at.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kFewProducts = 0;  // there factors are whole, see mma_by_shuffles
+#else
+constexpr int kFewProducts = 32;
+#endif
+__device__ inline uint32_t last_bit(uint32_t rest) { return tf32_rest(__uint_as_float(rest), rest & 0xffffe000u); }
+
 struct alignas(16) Four32 {
   float v[4];
 };
 
-// sum of activations [row][k] times weights, for 16 columns: result[tile][as mma.cuh has d].
-template <typename T, bool kBackward>
-__device__ inline void multiply(WeightStream<T, kBackward>& stream, const float* activations, int depth, bool both,
-                                float (&result)[2][4]) {
+// sum of activations [row][k] times weights, for 16 columns: result[tile][as mma.cuh has d]. kProducts of high and low
+// parts: weights of 16 bits have no low part.
+template <int kProducts, typename T, bool kBackward>
+__device__ inline void multiply(WeightStream<T, kBackward>& stream, const float* activations, int chunks, bool both,
+                                float cut_off, float (&result)[2][4]) {
   constexpr bool kSplit = sizeof(T) == 4;
-  const bool precise = !kSplit || stream.s.precise;
-  const int lane = threadIdx.x % kWarp;
-  const auto* from = reinterpret_cast<const Four32*>(activations) + lane;
+  const auto* from = reinterpret_cast<const Four32*>(activations) + threadIdx.x % kWarp;
   float low[2][4] = {};
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) result[tile][j] = 0.0f;
-  }
+  for (int j = 0; j < 8; ++j) result[j / 4][j % 4] = 0.0f;
 #pragma unroll 1
-  for (int chunk = chunks_of(depth); chunk > 0; --chunk, from += kChunkFloats / 4) {
+  for (; chunks > 0; --chunks, from += kChunkFloats / 4) {
     float w[2][4];
     stream.take(w);
     const Four32 high[2] = {from[0], from[kLow / 8]}, rest[2] = {from[kLow / 4], from[kLow / 4 + kLow / 8]};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       if (!kBackward && tile == 1 && !both) break;
-      float part[4] = {};  // tensor cores cut sums off: those of a unit are added up by hand
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const float b[2] = {kBackward ? w[k][tile] : w[tile][2 * k], kBackward ? w[k][2 + tile] : w[tile][2 * k + 1]};
@@ -234,62 +263,93 @@ __device__ inline void multiply(WeightStream<T, kBackward>& stream, const float*
         const uint32_t b0 = kSplit ? tf32_bits(b[0]) : __float_as_uint(b[0]);
         const uint32_t b1 = kSplit ? tf32_bits(b[1]) : __float_as_uint(b[1]);
         float* type = nullptr;
-        mma(type, part, a, b0, b1);
-        if (precise) {
+        mma(type, result[tile], a, b0, b1);
+        if constexpr (kProducts > 1) {
           const uint32_t a_rest[4] = {__float_as_uint(rest[0].v[2 * k]), __float_as_uint(rest[1].v[2 * k]),
                                       __float_as_uint(rest[0].v[2 * k + 1]), __float_as_uint(rest[1].v[2 * k + 1])};
           mma(type, low[tile], a_rest, b0, b1);
           if constexpr (kSplit) {
-            mma(type, low[tile], a, __float_as_uint(b[0] - __uint_as_float(b0)),
-                __float_as_uint(b[1] - __uint_as_float(b1)));
+            const uint32_t b0_rest = tf32_rest(b[0], b0), b1_rest = tf32_rest(b[1], b1);
+            mma(type, low[tile], a, b0_rest, b1_rest);
+            if constexpr (kProducts == 6) {
+              const uint32_t a_last[4] = {last_bit(a_rest[0]), last_bit(a_rest[1]), last_bit(a_rest[2]),
+                                          last_bit(a_rest[3])};
+              mma(type, low[tile], a_rest, b0_rest, b1_rest);
+              mma(type, low[tile], a, last_bit(b0_rest), last_bit(b1_rest));
+              mma(type, low[tile], a_last, b0, b1);
+            }
           }
         }
       }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) result[tile][j] += part[j];
+      for (int j = 0; j < 4; ++j) low[tile][j] += cut_off * result[tile][j];
     }
   }
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) result[tile][j] += low[tile][j];
-  }
+  for (int j = 0; j < 8; ++j) result[j / 4][j % 4] += low[j / 4][j % 4];
 }
 
-// One linear layer: emit(row, column, first, second) for every pair of neighbouring columns, those of the last 16 that
-// lie beyond `columns` being zeros. Sums that are not finite are computed anew, in the plain order.
+// Again, in the plain order, what came out not finite. Activations begin with part 0, part 1 follows in chunks of its own.
+template <typename T, bool kBackward>
+__device__ inline float plain_sum(const Stack<T>& s, int linear, const Step& step, const float* activations, int row,
+                                  int column) {
+  const T* weight = s.linear[linear].weight;
+  const int in = s.linear[linear].in;
+  float sum = 0;
+  if (column >= step.columns) return sum;
+#pragma unroll 1
+  for (int k = 0; k < step.products(); ++k) {
+    const bool second = k >= step.depth[0];
+    const int local = second ? k - step.depth[0] : k, feature = second ? padded(step.depth[0]) + local : k;
+    const int64_t at = kBackward ? static_cast<int64_t>(k) * in + column
+                                 : static_cast<int64_t>(column) * in + local + (second ? step.first[1] : step.first[0]);
+    sum += get(activations, row, feature) * widen(weight[at]);
+  }
+  return sum;
+}
+
+// One linear layer: emit(column, first, second) for every pair of neighbouring columns, of rows g and g + 8 each: first
+// and second have two numbers, those of the last 16 columns that lie beyond the layer being zeros.
 template <typename T, bool kBackward, typename Emit>
 __device__ inline void linear_layer(WeightStream<T, kBackward>& stream, int linear, const float* activations,
                                     Emit emit) {
   const Stack<T>& s = stream.s;
   const Step step = step_of<T, kBackward>(s, linear, stream.need_x);
-  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, in = s.linear[linear].in;
-  const T* weight = s.linear[linear].weight;
+  const int lane = threadIdx.x % kWarp, t = lane % 4, chunks = step.chunks();
+  const float cut_off = step.products() <= kExactDepth ? 0.0f : 2.0f * kCutOff;
   for (int column0 = static_cast<int>(threadIdx.x) / kWarp * kPairColumns; column0 < step.columns;
        column0 += kStackWarps * kPairColumns) {
     float result[2][4];
-    multiply(stream, activations, step.depth, column0 + 8 < step.columns, result);
+    const bool both = column0 + 8 < step.columns;
+    if constexpr (sizeof(T) == 4) {
+      if (!s.precise) {
+        multiply<1>(stream, activations, chunks, both, cut_off, result);
+      } else if (kFewProducts > 0 && step.products() <= kFewProducts) {
+        multiply<6>(stream, activations, chunks, both, cut_off, result);
+      } else {
+        multiply<3>(stream, activations, chunks, both, cut_off, result);
+      }
+    } else {
+      multiply<2>(stream, activations, chunks, both, cut_off, result);
+    }
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += result[j / 4][j % 4];
+    const bool odd = !finite(sum);
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
+      const int column = column0 + (kBackward ? 4 * t + 2 * pair : 8 * pair + 2 * t);
+      float value[2][2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = g + 8 * half, column = column0 + (kBackward ? 4 * t + 2 * pair : 8 * pair + 2 * t);
-        float value[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          value[i] = kBackward ? result[i][2 * half + pair] : result[pair][2 * half + i];
-          if (finite(value[i]) || column + i >= step.columns) continue;
-          value[i] = 0.0f;
-#pragma unroll 1
-          for (int k = 0; k < step.depth; ++k) {
-            const int other = k + (k < step.border ? step.before : step.after);
-            const int64_t at = kBackward ? static_cast<int64_t>(k) * in + column + i
-                                         : static_cast<int64_t>(column + i) * in + other;
-            value[i] += get(activations, row, k) * widen(weight[at]);
-          }
+          value[half][i] = kBackward ? result[i][2 * half + pair] : result[pair][2 * half + i];
+          if (!odd || finite(value[half][i])) continue;
+          value[half][i] = plain_sum<T, kBackward>(s, linear, step, activations, lane / 4 + 8 * half, column + i);
         }
-        emit(row, column, value[0], value[1]);
       }
+      emit(column, value[0], value[1]);
     }
   }
 }
@@ -314,6 +374,7 @@ struct RoutingColumn {
   // Logits -> scores, in place; stride: from one m to the next, in memory and in the noise, which begins at `index`.
   __device__ Extremes scores(float* column, int count, int stride, int64_t index) const {
     Extremes found{-INFINITY, 0.0f, 0};
+#pragma unroll 1
     for (int m = 0; m < count; ++m) {
       float value = column[m * stride];
       if (mode == kGumbel) value += gumbel_at<float>(seed, index + static_cast<int64_t>(m) * stride);
@@ -324,19 +385,36 @@ struct RoutingColumn {
         found.chosen = m;
       }
     }
-    for (int m = 0; m < count; ++m) found.sum += exponential(column[m * stride] - found.top);
     return found;
   }
-  __device__ float soft(float score, const Extremes& found) const { return exponential(score - found.top) / found.sum; }
+  __device__ void add_up(const float* column, int count, int stride, Extremes& found) const {
+    for (int m = 0; m < count; ++m) found.sum += exponential(column[m * stride] - found.top);
+  }
+  // Logits -> weights of the forward, in place.
+  __device__ void weigh(float* column, int count, int stride, int64_t index) const {
+    Extremes found = scores(column, count, stride, index);
+    const int end = count * stride;
+#pragma unroll 1
+    for (int i = 0; i < end && mode == kSoftmax; i += stride) {
+      column[i] = exponential(column[i] - found.top);
+      found.sum += column[i];
+    }
+#pragma unroll 1
+    for (int i = 0; i < end; i += stride) {
+      column[i] = mode == kSoftmax ? column[i] / found.sum : hard(i == found.chosen * stride, found);
+    }
+  }
   // One-hot, or NaN throughout where the softmax would be: top - top is NaN for a NaN or an infinity.
+  __device__ float hard(bool chosen, const Extremes& found) const { return (chosen ? 1.0f : 0.0f) + (found.top - found.top); }
+  __device__ float soft(float score, const Extremes& found) const { return exponential(score - found.top) / found.sum; }
   __device__ float forward_weight(float score, int m, const Extremes& found) const {
-    return mode == kSoftmax ? soft(score, found) : (m == found.chosen ? 1.0f : 0.0f) + (found.top - found.top);
+    return mode == kSoftmax ? soft(score, found) : hard(m == found.chosen, found);
   }
 };
 
 // Bytes of shared memory, from the start of each part. The second half of `hidden` is for FNNs with several hidden layers.
 struct StackMemory {
-  int input, hidden, hidden_bytes, outputs, slots, bytes;                    // forward
+  int input, hidden, hidden_bytes, outputs, values, row_values, slots, bytes;                  // forward
   int grads, routed, grad_x, x, weights, grad_weights;             // backward, in place of input and outputs
 };
 

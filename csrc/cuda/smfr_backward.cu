@@ -49,7 +49,8 @@ __device__ inline float route_row(const Stack<T>& s, const StackLayer<T>& layer,
   const RoutingColumn column(s.mode, layer);
   float grad_tau = 0;
   for (int n = r.lane; n < n_count; n += kThreadsOfRow) {
-    const RoutingColumn::Extremes found = column.scores(weights + n, m_count, n_count, r.at * width + n);
+    RoutingColumn::Extremes found = column.scores(weights + n, m_count, n_count, r.at * width + n);
+    column.add_up(weights + n, m_count, n_count, found);
     float mean = 0, centre = 0;  // over m, of the gradients of the weights and of the scores
     for (int m = 0; m < m_count; ++m) {
       const int i = m * n_count + n;
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   const auto part = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
   const Parts p{part(memory.grads), part(memory.routed),  part(memory.grad_x),
                 part(memory.x),     part(memory.weights), part(memory.grad_weights)};
-  const auto hidden = [&](int i) { return part(memory.hidden + i % 2 * memory.hidden_bytes); };
+  const auto hidden = [&](int i) { return part(memory.hidden + (i & 1) * memory.hidden_bytes); };
   const int per_layer = s.route + s.update;
   // The last linear layer whose gradient is passed on, from the end: all, or all but those that only x would need.
   const int until = grad_x ? 0 : s.layer[0].grads ? 1 : s.route;
@@ -147,27 +148,29 @@ __global__ void __launch_bounds__(kStackThreads, 1)
       float* const to = hidden(place - 1 + 2);
       const int below = s.linear[index].in;
       const float* activations = place ? saved - s.batch * below : nullptr;  // before the linear layer
-      linear_layer(stream, index, from, [&](int row, int column, float first, float second) {
-        const int64_t at = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
-        const float value[2] = {first, second};
+      linear_layer(stream, index, from, [&](int column, const float(&top)[2], const float(&bottom)[2]) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int f = column + j;
-          const bool there = f < below;
-          if (place) {
-            float grad = there ? value[j] : 0.0f;
-            if (there && at < s.batch) {
-              if (!(activations[at * below + f] > 0.0f)) grad *= static_cast<float>(kLeakySlope);
-              if (grads) grads[(at - s.batch) * below + f] = grad;
+        for (int half = 0; half < 2; ++half) {
+          const int row = static_cast<int>(threadIdx.x) % kWarp / 4 + 8 * half;
+          const int64_t at = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
+          float value[2] = {half ? bottom[0] : top[0], half ? bottom[1] : top[1]};
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int f = column + j;
+            const bool there = f < below;
+            if (place) {
+              if (!there || at >= s.batch) continue;
+              if (!(activations[at * below + f] > 0.0f)) value[j] *= static_cast<float>(kLeakySlope);
+              if (grads) grads[(at - s.batch) * below + f] = value[j];
+            } else if (update && f < values) {
+              p.routed[row * values + f] += value[j];
+            } else if (update && there && need_x) {
+              p.grad_x[row * features + f - values] = value[j];
+            } else if (!update && there) {
+              p.grad_x[row * features + f] += value[j];
             }
-            put(to, row, f, grad);
-          } else if (update && f < values) {
-            p.routed[row * values + f] += value[j];
-          } else if (update && there && need_x) {
-            p.grad_x[row * features + f - values] = value[j];
-          } else if (!update && there) {
-            p.grad_x[row * features + f] += value[j];
           }
+          if (place) put(to, row, column, value[0], value[1]);
         }
       });
       if (update && place == 0) saved -= s.batch * values;

@@ -52,8 +52,10 @@ Stack<T> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, bool
     const size_t per_layer = kept[l].params.size() / 2;
     for (size_t i = 0; i < per_layer; ++i) {
       const Tensor &weight = kept[l].params[2 * i], &bias = kept[l].params[2 * i + 1];
+      const bool joined = context && static_cast<int>(i) == stack.route;
       stack.linear[l * per_layer + i] = {data<T>(weight), data<T>(bias), static_cast<int>(weight.size(0)),
-                                         static_cast<int>(weight.size(1))};
+                                         static_cast<int>(weight.size(1)),
+                                         joined ? static_cast<int>(kept[l].sizes.routed()) : 0};
     }
   }
   return stack;

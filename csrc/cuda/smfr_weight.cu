@@ -122,10 +122,9 @@ struct Split {
 };
 
 // A warp's 32 x 32 of the tile, over 16 rows of the batch.
-__device__ inline void multiply(const float* grads, const float* inputs, bool precise, float (&total)[2][4][4],
-                                float (&low)[2][4][4]) {
+__device__ inline void multiply(const float* grads, const float* inputs, bool precise, bool few,
+                                float (&total)[2][4][4], float (&low)[2][4][4]) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  float part[2][4][4] = {};
 #pragma unroll
   for (int k0 = 0; k0 < 16; k0 += 8) {
     Split a[2][4], b[4][2];
@@ -144,20 +143,24 @@ __device__ inline void multiply(const float* grads, const float* inputs, bool pr
       const uint32_t rest[4] = {a[i][0].low, a[i][1].low, a[i][2].low, a[i][3].low};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        mma(type, part[i][j], high, b[j][0].high, b[j][1].high);
+        float part[4] = {};  // zero in the last rows, which must not count as cut off
+        mma(type, part, high, b[j][0].high, b[j][1].high);
         if (precise) {
           mma(type, low[i][j], rest, b[j][0].high, b[j][1].high);
           mma(type, low[i][j], high, b[j][0].low, b[j][1].low);
+          if (few) {
+            const uint32_t last[4] = {last_bit(rest[0]), last_bit(rest[1]), last_bit(rest[2]), last_bit(rest[3])};
+            mma(type, low[i][j], rest, b[j][0].low, b[j][1].low);
+            mma(type, low[i][j], high, last_bit(b[j][0].low), last_bit(b[j][1].low));
+            mma(type, low[i][j], last, b[j][0].high, b[j][1].high);
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          total[i][j][e] += part[e];
+          low[i][j][e] += kCutOff * part[e];
         }
       }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) total[i][j][e] += part[i][j][e];
     }
   }
 }
@@ -212,7 +215,8 @@ __global__ void __launch_bounds__(kStackThreads, 1)
       bias += sum;
     }
     if (has_work) {
-      multiply(grads + half * 16 * kPitch + out_at, buffer(step, 1) + half * 16 * kPitch + in_at, precise, total, low);
+      multiply(grads + half * 16 * kPitch + out_at, buffer(step, 1) + half * 16 * kPitch + in_at, precise,
+               kFewProducts > 0 && s.batch <= kFewProducts, total, low);
     }
   }
 

@@ -70,6 +70,51 @@ def test_equals_single_layers_bit_for_bit() -> None:
     assert penalty.item() == pytest.approx(total, rel=1e-6)
 
 
+ON_CUDA = pytest.mark.parametrize("backend", [pytest.param(backends.CUDA_HOST, id="cuda_host")], indirect=True)
+
+
+@ON_CUDA
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (33, {"counts": (6, 8, 5), "d": 10, "hidden": 100}),  # three tiles of rows; weights copied four at a time
+        (17, {"counts": (2, 3, 2), "d": 7, "hidden": 128}),
+        (5, {"counts": (3, 4, 2), "layers": 3, "hidden": 9}),  # hidden layers by turns in two places
+        (4, {"counts": (3, 4, 2), "layers": 0}),
+        (4, {"counts": (3, 2, 2), "hidden": 130}),  # too wide for one launch
+        (2, {"counts": (20, 3), "d": 3}),  # 60 logits, M in one go
+    ],
+    ids=str,
+)
+def test_stacks_in_one_launch(backend: backends.Backend, batch: int, options: dict) -> None:
+    depth, tensors = len(options["counts"]) - 1, 2 * options.get("layers", 1) + 2
+    assert_agrees(call(depth, tensors), lambda: draw(batch, **options), draws=8, grad_factor=GRAD_FACTOR)
+
+
+@ON_CUDA
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduced_precision_in_one_launch(backend: backends.Backend, dtype: torch.dtype) -> None:
+    assert_agrees(call(), lambda: [t.to(dtype) for t in draw(9)])
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_stack_too_deep_for_one_launch() -> None:
+    inputs = draw(2, 2, 3, counts=(2,) * 21)
+    x, *params = (t.requires_grad_() for t in (inputs[0], *inputs[4:]))
+    layers = [(params[i : i + 4], params[i + 4 : i + 8]) for i in range(0, len(params), 8)]
+    found = ops.smfr(x, layers, threshold=0.5)
+    expected, total = x, 0.0
+    for route, update in layers:
+        expected, one, *_ = ops.mfnnr(expected, route, update, threshold=0.5)
+        total = total + one
+    assert torch.equal(found.out, expected)
+    grads = [
+        torch.autograd.grad(out.sum() + p, [x, *params]) for out, p in ((found.out, found.penalty), (expected, total))
+    ]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("isa")
 def test_gradcheck() -> None:
     inputs = [t.requires_grad_() for t in draw(2, 2, 3, 1, (2, 3, 1), dtype=torch.float64)]

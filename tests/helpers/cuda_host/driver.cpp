@@ -184,9 +184,55 @@ cudaError_t run_mixture(const Call& c) {
   });
 }
 
+// ints: batch, m, d, depth, route, update, mode, context, precise, n of each layer, out and in of each linear layer;
+// floats: threshold. Buffers: x; out, logits, gate, saved, grads and tau of each layer; weight and bias of each linear
+// layer; then those of the function.
+template <typename T>
+cudaError_t run_stack(const Call& c) {
+  size_t number = 0, buffer = 0;
+  const auto next = [&] { return static_cast<int>(c.ints.at(number++)); };
+  const auto section = [&] { return c.at<float>(buffer++); };
+  const auto tensor = [&] { return c.at<T>(buffer++); };
+  Stack<T> s{};
+  s.x = tensor();
+  s.batch = next();
+  for (int* size : {&s.m, &s.d, &s.depth, &s.route, &s.update, &s.mode}) *size = next();
+  s.context = next() != 0;
+  s.precise = next() != 0;
+  s.threshold = static_cast<float>(c.floats.at(0));
+  for (int l = 0; l < s.depth; ++l) {
+    StackLayer<T>& layer = s.layer[l];
+    for (T** pointer : {&layer.out, &layer.logits, &layer.gate}) *pointer = tensor();
+    for (float** pointer : {&layer.saved, &layer.grads, &layer.tau}) *pointer = section();
+    layer.n = next();
+  }
+  for (int i = 0; i < s.depth * (s.route + s.update); ++i) {
+    StackLinear<T>& linear = s.linear[i];
+    for (T** pointer : {&linear.weight, &linear.bias}) *pointer = tensor();
+    for (int* size : {&linear.out, &linear.in}) *size = next();
+    const bool joined = s.context && i % (s.route + s.update) == s.route;
+    linear.routed = joined ? s.layer[i / (s.route + s.update)].n * s.d : 0;
+  }
+  if (c.name == "smfr_forward") {
+    return with_scratch<float>({stack_tiles(s.batch), 1}, [&](float* scratch, unsigned* ticket) {
+      return smfr_forward<T>(s, section(), scratch, ticket, nullptr);
+    });
+  }
+  if (c.name == "smfr_backward") {
+    T* grad_out = tensor();
+    float* grad_penalty = section();
+    T* grad_x = tensor();
+    return smfr_backward<T>(s, grad_out, grad_penalty, grad_x, section(), nullptr);
+  }
+  return smfr_backward_weight<T>(s, section(), nullptr);
+}
+
 template <typename T>
 cudaError_t run_any(const Call& c) {
   using C = Compute<T>;
+  if constexpr (sizeof(T) <= 4) {
+    if (c.name.rfind("smfr_", 0) == 0) return run_stack<T>(c);
+  }
   if (c.name.rfind("norm_conv_", 0) == 0) return run_conv<T>(c);
   if (c.name.rfind("norm_sum_", 0) == 0) return run_sum<T>(c);
   if (c.name.rfind("norm_pool_", 0) == 0) return run_pool<T>(c);
