@@ -20,7 +20,7 @@ from fastmod.bench import clock, table
 from fastmod.bench import command as bench_command
 from fastmod.gpu import command as gpu_command
 from fastmod.gpu import report as gpu_report
-from fastmod.runs import command
+from fastmod.runs import command, run_commands, sweep_command
 
 app = typer.Typer(
     add_completion=False,
@@ -30,6 +30,10 @@ app = typer.Typer(
 )
 console = Console()
 app.command()(command.study)
+app.command()(sweep_command.sweep)
+app.command()(run_commands.compare)
+app.command()(run_commands.export)
+app.command()(run_commands.results)
 app.command()(command.inspect)
 app.command()(command.live)
 app.command()(command.show)

@@ -103,6 +103,17 @@ def _norm_conv(
     return Sample("norm_conv", label, tuple(shapes), call)
 
 
+def _inverted_residual(label: str, x: tuple[int, ...], expanded: int, squeezed: int) -> Sample:
+    """Tensors: x, then weight and batch norm of every convolution."""
+    tasks, channels = x[1:3]
+    weights: list[tuple[int, ...]] = [(tasks, expanded, channels), (tasks, expanded, 3, 3)]
+    weights += [(tasks, squeezed, expanded), (tasks, expanded, squeezed)] if squeezed else []
+    weights += [(tasks, channels, expanded)]
+    shapes = [shape for weight in weights for shape in (weight, weight[:2], weight[:2])]
+    call = lambda t: [ops.inverted_residual(t[0], list(t[1:])).y]  # noqa: E731
+    return Sample("inverted_residual", label, (x, *shapes), call)
+
+
 def _batch_affine(t: Sequence[Tensor]) -> Sequence[Tensor]:
     return list(ops.batch_affine(t[0], t[1].square() + 0.5, *t[2:], count=7, training=True))
 
@@ -183,6 +194,8 @@ SAMPLES: tuple[Sample, ...] = (
     Sample("cluster_penalty", "odd", ((2, 3, 5), (5, 7)), lambda t: [ops.cluster_penalty(t[0], t[1])]),
     Sample("cluster_penalty", "squared", ((3, 4), (4, 9)), lambda t: [ops.cluster_penalty(t[0], t[1], squared=True)]),
     Sample("entropy_penalty", "odd", ((2, 3, 5),), lambda t: [ops.entropy_penalty(t[0])]),
+    _inverted_residual("odd", (7, 2, 3, 3, 2), 5, 0),
+    _inverted_residual("squeeze-excite", (9, 1, 2, 2, 3), 7, 3),
     Sample("norm_pool", "odd", ((2, 3, 5, 3, 2), (3, 5), (3, 5)), lambda t: [ops.norm_pool(t[0], t[1], t[2])]),
     Sample(
         "norm_pool",

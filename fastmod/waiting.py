@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 _DECIDED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 #: Commands that train for minutes or days, in which another load may come at any time. Not those that measure.
-_LONG = ("study", "live")
+_LONG = ("study", "sweep", "live")
 
 
 def decided() -> bool:
@@ -24,7 +24,7 @@ def decided() -> bool:
 
 
 def trains(command: Sequence[str]) -> bool:
-    """Whether a command line, from the interpreter on, is ``fastmod study`` or ``fastmod live``."""
+    """Whether a command line, from the interpreter on, is one of these."""
     words = list(command[1:])
     while words and words[0].startswith("-") and words[0] != "-c":
         del words[: 2 if words[0] in ("-X", "-W") else 1]  # the options of Python, -m too

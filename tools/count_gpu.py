@@ -218,7 +218,8 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
         vm = host_vm(module)
         vm.launch(kernel(module, launch.name), launch.grid, launch.block, list(launch.arguments), dyn=launch.dynamic)
         told = module.counters(vm)
-        worst = max([lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")])
+        each = [lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")]
+        worst = max(each, default=0.0)
         moved = told["global_read"], told["global_written"]
         own = Counts(told["instructions"], *moved, told["mma"], told["lines_per_load"], worst)
         counts.append((launch.name, own))

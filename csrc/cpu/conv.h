@@ -21,6 +21,7 @@ template <typename T>
 struct ConvRepeat {
   int64_t repeats = 1, source = 0, weight = 0, out = 0;
   Soon<T> soon = {};
+  int64_t part = 0, parts = 1;  // of what is needed soon: every block of pixels asks for one, as all at once would wait
 };
 
 // Part `index` of `count`.
@@ -95,7 +96,7 @@ void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t 
       }
   };
   for (int64_t again = 0; again < repeat.repeats; ++again) {
-    prefetch_part(repeat.soon, again, repeat.repeats);
+    prefetch_part(repeat.soon, repeat.part * repeat.repeats + again, repeat.parts * repeat.repeats);
     T* to = out + again * repeat.out;
     bool first = true;
     for (int64_t r = 0; r < count; ++r)
@@ -129,7 +130,7 @@ FASTMOD_INLINE void conv_blocks(int64_t pixels, int64_t blocks, const ConvRun<T>
     pixels -= kPixels;
     source += kPixels * source_stride;
     out += kPixels * out_stride;
-    repeat.soon = {};
+    ++repeat.part;
   }
   if constexpr (kPixels > 1) {
     if (pixels > 0)
@@ -150,10 +151,12 @@ void conv_row(int64_t pixels, int64_t channels, int64_t columns, const ConvRun<T
     const T* added = bias ? bias + first : nullptr;
     if (left > lanes) {
       constexpr int kPixels = conv_pixels<2>();
+      repeat.parts = (pixels + kPixels - 1) / kPixels;
       conv_blocks<T, 2, kPixels>(pixels, (pixels + kPixels - 1) / kPixels, here, count, source, source_stride, columns,
                                  out + first, out_stride, added, std::min<int64_t>(left - lanes, lanes), repeat);
     } else {
       constexpr int kPixels = conv_pixels<1>();
+      repeat.parts = (pixels + kPixels - 1) / kPixels;
       conv_blocks<T, 1, kPixels>(pixels, (pixels + kPixels - 1) / kPixels, here, count, source, source_stride, columns,
                                  out + first, out_stride, added, std::min<int64_t>(left, lanes), repeat);
     }

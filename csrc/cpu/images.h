@@ -37,6 +37,22 @@ void sum_rows(const T* parts, int64_t count, int64_t size, T* out) {
   for (int64_t i = 0; i < size; ++i) out[i] = static_cast<T>(sums[i]);
 }
 
+// Mean and variance from those of the images, which all have `count` values: means of equal weight, then the distances between them.
+template <typename T>
+void combine_stats(const T* means, const T* squares, int64_t images, int64_t channels, double count, T* mean, T* var) {
+  for (int64_t c = 0; c < channels; ++c) {
+    double sum = 0, square = 0;
+    for (int64_t i = 0; i < images; ++i) sum += means[i * channels + c];
+    const double middle = sum / images;
+    for (int64_t i = 0; i < images; ++i) {
+      const double distance = means[i * channels + c] - middle;
+      square += squares[i * channels + c] + count * distance * distance;
+    }
+    mean[c] = static_cast<T>(middle);
+    var[c] = static_cast<T>(square / (images * count));
+  }
+}
+
 template <typename T>
 T* pointer(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr<T>() : nullptr;

@@ -18,6 +18,7 @@ namespace FASTMOD_ISA {
 #include "norm_conv_kernel.h"
 #include "norm_sum_kernel.h"
 #include "norm_pool_kernel.h"
+#include "inverted_residual_kernel.h"
 #include "template_mix_kernel.h"
 #include "cluster_penalty_kernel.h"
 
@@ -54,6 +55,19 @@ constexpr KernelTable<T> make_table() {
       .norm_sum_backward = norm_sum_backward<T>,
       .norm_pool_forward = norm_pool_forward<T>,
       .norm_pool_backward = norm_pool_backward<T>,
+      .inverted_residual_scratch = inverted_residual_scratch<T>,
+      .inverted_residual_mean = inverted_residual_mean<T>,
+      .inverted_residual_covariance = inverted_residual_covariance<T>,
+      .inverted_residual_expand = inverted_residual_expand<T>,
+      .inverted_residual_pool = inverted_residual_pool<T>,
+      .inverted_residual_project = inverted_residual_project<T>,
+      .inverted_residual_sum = inverted_residual_sum<T>,
+      .inverted_residual_grad_sums = inverted_residual_grad_sums<T>,
+      .inverted_residual_project_grad = inverted_residual_project_grad<T>,
+      .inverted_residual_expand_grad = inverted_residual_expand_grad<T>,
+      .inverted_residual_input_grad = inverted_residual_input_grad<T>,
+      .multiply = multiply_rows<T>,
+      .add_products = add_row_products<T>,
       .template_mix_forward = template_mix_forward<T>,
       .template_mix_scratch = template_mix_scratch<T>,
       .template_mix_backward = template_mix_backward<T>,

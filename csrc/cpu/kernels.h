@@ -172,6 +172,41 @@ struct NormPoolArgs {
   T *grad_scale, *grad_shift;  // [B, E, C]; all three may be null
 };
 
+// An inverted residual block in training, of images [B, T, H * W, C] with M expanded channels. Scales are those of the
+// batch norms, weight / sqrt(var + eps).
+template <typename T>
+struct InvertedResidualArgs {
+  int64_t batch, tasks, channels, expanded, high, wide;
+  int64_t narrow_columns, columns;  // of packed weights: C and M, up to whole vectors
+  int64_t pixels() const { return high * wide; }
+  const T* x;
+  const T* middle;                            // [T, C], the mean of x
+  T* covariance;                              // [parts, T, C, narrow_columns]
+  const T *expand, *expand_scale, *expand_bias;  // [T, C, columns], [T, M], [T, M]
+  const T* taps;                              // [T, 9, columns]
+  T* inner;                                   // [B, T, H * W, M], the output of the depthwise convolution
+  const T *inner_scale, *inner_mean, *inner_bias;  // [T, M]
+  T* pool;                                    // [3, T, B, M]
+  const T* gate;                              // [T, B, M] or null
+  const T* project;                           // [T, M, narrow_columns]
+  T* projected;                               // [B, T, H * W, C]
+  const T *scale, *mean, *bias;               // [T, C]
+  T *unit_mean, *unit_square;                 // of every image: [B, T, channels]
+  T* y;
+  // backward only
+  const T* grad;
+  const T *grad_factors, *inner_factors;      // [T, 3, C], [T, 3, M]: of batch norms' gradients
+  const T* project_grad_weight;               // [T, C, columns]
+  T* grad_project;                            // [parts, T, C, columns]
+  T* inner_sums;                              // [3, T, B, M]
+  const T* pool_grad;                         // [T, B, M], a pixel's share, or null
+  T *grad_expand, *grad_taps;                 // [parts, T, C, columns], [parts, T, 9, columns]
+  T* expand_sums;                             // [B, T, M]
+  const T* expand_grad_weight;                // [T, M, narrow_columns] times the scale
+  T* grad_x;                                  // or null
+  const T *input_factors, *input_shift;       // [T, C, narrow_columns], [T, C]
+};
+
 // Mixtures of templates: weights [R, K] times bank [K, P].
 template <typename T>
 struct TemplateMixArgs {
@@ -218,6 +253,24 @@ struct KernelTable {
   void (*norm_sum_backward)(const NormSumArgs<T>&, int64_t image);
   void (*norm_pool_forward)(const NormPoolArgs<T>&, int64_t index);  // image * experts + expert
   void (*norm_pool_backward)(const NormPoolArgs<T>&, int64_t index);
+  int64_t (*inverted_residual_scratch)(const InvertedResidualArgs<T>&);
+  void (*inverted_residual_mean)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*inverted_residual_covariance)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end,
+                                       int64_t task, T* scratch);
+  void (*inverted_residual_expand)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
+  void (*inverted_residual_pool)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*inverted_residual_project)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
+  void (*inverted_residual_sum)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*inverted_residual_grad_sums)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*inverted_residual_project_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end,
+                                         int64_t task, T* scratch);
+  void (*inverted_residual_expand_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end,
+                                        int64_t task, T* scratch);
+  void (*inverted_residual_input_grad)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
+  // out[rows, width] = source[rows, depth] weight[depth, columns]; sums[depth, columns] += source' grad[rows, width]
+  void (*multiply)(int64_t rows, int64_t depth, const T* source, const T* weight, int64_t columns, int64_t width, T* out);
+  void (*add_products)(int64_t rows, int64_t depth, const T* source, const T* grad, int64_t width, T* sums,
+                       int64_t columns);
   void (*template_mix_forward)(const TemplateMixArgs<T>&, int64_t first, int64_t columns);
   int64_t (*template_mix_scratch)(const TemplateMixArgs<T>&);
   void (*template_mix_backward)(const TemplateMixArgs<T>&, int64_t first, int64_t end, T* grad_weights, T* scratch);

@@ -113,22 +113,6 @@ Tensor transformed(const Tensor& taps, const Problem<T>& problem, int64_t matrix
   return out;
 }
 
-// From those of the images, which all have `count` values: means of equal weight, then the distances between them.
-template <typename T>
-void combine_stats(const T* means, const T* squares, int64_t images, int64_t channels, double count, T* mean, T* var) {
-  for (int64_t c = 0; c < channels; ++c) {
-    double sum = 0, square = 0;
-    for (int64_t i = 0; i < images; ++i) sum += means[i * channels + c];
-    const double middle = sum / images;
-    for (int64_t i = 0; i < images; ++i) {
-      const double distance = means[i * channels + c] - middle;
-      square += squares[i * channels + c] + count * distance * distance;
-    }
-    mean[c] = static_cast<T>(middle);
-    var[c] = static_cast<T>(square / (images * count));
-  }
-}
-
 std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& scale,
                                                      const OptionalTensor& shift, const OptionalTensor& channel_gate,
                                                      const OptionalTensor& bias, bool relu, int64_t stride,

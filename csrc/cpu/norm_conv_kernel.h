@@ -189,21 +189,37 @@ void depthwise_row(int64_t pixels, int64_t channels, const Tap<T>* taps, int64_t
   });
 }
 
+// sums[tap, channel] += source at the tap * grad, over high x wide pixels. Distances: of a pixel of the source as the
+// gradient's pixels see it, of a tap, of a row of either, and of a pixel of the gradient.
+struct DepthwiseSteps {
+  int64_t pixel, tap, row, tap_row, grad_pixel, grad_row;
+};
 template <typename T>
-void depthwise_grad(int64_t high, int64_t wide, int64_t channels, int64_t kernel, const T* source, int64_t source_stride,
-                    int64_t source_row, int64_t line, const T* grad, int64_t grad_row, T* sums, int64_t columns) {
-  by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
-    for (int64_t ky = 0; ky < kernel; ++ky)
-      for (int64_t kx = 0; kx < kernel; ++kx) {
-        Vec<T> sum = load_lanes(sums + (ky * kernel + kx) * columns + c, left);
-        for (int64_t y = 0; y < high; ++y) {
-          const T* from = source + y * source_row + ky * line + kx * channels + c;
-          for (int64_t x = 0; x < wide; ++x)
-            sum += load_lanes(from + x * source_stride, left) * load_lanes(grad + y * grad_row + x * channels + c, left);
+void depthwise_grad(int64_t high, int64_t wide, int64_t channels, int64_t kernel, const T* source, const T* grad,
+                    const DepthwiseSteps& steps, T* sums, int64_t columns) {
+  // All taps of a pixel at once: their sums hide each other's latency, and the gradient is read once.
+  const auto taps = [&](auto side) FASTMOD_INLINE_LAMBDA {
+    constexpr int k = decltype(side)::value;
+    by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
+      Vec<T> sum[k * k] = {};
+      for (int64_t y = 0; y < high; ++y) {
+        const T *from = source + y * steps.row + c, *right = grad + y * steps.grad_row + c;
+        for (int64_t x = 0; x < wide; ++x, from += steps.pixel, right += steps.grad_pixel) {
+          const Vec<T> g = load_lanes(right, left);
+#pragma GCC unroll 9
+          for (int t = 0; t < k * k; ++t)
+            sum[t] += g * load_lanes(from + t / k * steps.tap_row + t % k * steps.tap, left);
         }
-        store_lanes(sums + (ky * kernel + kx) * columns + c, sum, left);
       }
-  });
+#pragma GCC unroll 9
+      for (int t = 0; t < k * k; ++t) {
+        T* to = sums + t * columns + c;
+        store_lanes(to, load_lanes(to, left) + sum[t], left);
+      }
+    });
+  };
+  if (kernel == 3) taps(std::integral_constant<int, 3>{});
+  else taps(std::integral_constant<int, 1>{});
 }
 
 // ---- units
@@ -415,8 +431,8 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
               winograd_weight_sums(source, in_line, args.cin, grad, out_line, args.cout, high, args.out_wide, sums,
                                    args.columns, scratch + at.patches, scratch + at.sums, soon);
             else if (args.depthwise)
-              depthwise_grad(high, args.out_wide, args.cout, k, source, s * args.cin, s * in_line, in_line, grad,
-                             out_line, sums, args.columns);
+              depthwise_grad<T>(high, args.out_wide, args.cout, k, source, grad,
+                                {s * args.cin, args.cin, s * in_line, in_line, args.cout, out_line}, sums, args.columns);
             else
               for (int64_t ky = 0; ky < k; ++ky)
                 conv_grad_run(k * args.cin, args.cout, args.columns, high, args.out_wide, source + ky * in_line,

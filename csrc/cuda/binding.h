@@ -100,4 +100,40 @@ inline Tensor dense(const OptionalTensor& tensor) {
 // Of range_penalty_binding.cpp, for an MFNNR too wide for the fused kernels.
 Tensor range_penalty_forward(TensorList logits, double threshold);
 
+// ---- stacks of MFNNRs: smfr_binding.cpp serves those that fit in three launches, mfnnr_binding.cpp a single layer
+
+struct StackedLayer {
+  TensorList route, update;
+  OptionalTensor tau;
+  double tau_value;
+  OptionalTensor seed;
+};
+// One of each per layer. saved as mfnnr_forward has it.
+struct StackOutput {
+  Tensor penalty;
+  std::vector<Tensor> outs, logits, gates, saved;
+};
+// taus: none without temperatures that are tensors.
+struct StackGrads {
+  Tensor x;
+  std::vector<Tensor> taus, params;
+};
+
+// By sizes alone, which have been checked, and by what the GPU has.
+bool stack_fits(const Tensor& x, const std::vector<StackedLayer>& layers);
+StackOutput stack_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
+                          double threshold, bool save);
+// inputs: of all layers but the first; saved: of all.
+StackGrads stack_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
+                          const std::vector<StackedLayer>& layers, int64_t mode, bool context, double threshold,
+                          const std::vector<Tensor>& inputs, const std::vector<Tensor>& saved, bool need_x,
+                          bool need_params);
+// The same, also for a single layer that does not fit.
+StackOutput stack_or_layer_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
+                                   double threshold, bool save);
+StackGrads stack_or_layer_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
+                                   const std::vector<StackedLayer>& layers, int64_t mode, bool context,
+                                   double threshold, const std::vector<Tensor>& inputs,
+                                   const std::vector<Tensor>& saved, bool need_x, bool need_params);
+
 }  // namespace fastmod::cuda::bindings

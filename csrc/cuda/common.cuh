@@ -22,6 +22,8 @@
     kernel<<<(grid), (block), asked, (stream)>>>(__VA_ARGS__);                                                       \
     return cudaGetLastError();                                                                                       \
   }())
+// Of a kernel that asked shared_limit() first. The host harness holds others to what every target has.
+#define FASTMOD_LAUNCH_LARGE FASTMOD_LAUNCH_DYNAMIC
 #define FASTMOD_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
@@ -106,6 +108,21 @@ __device__ inline int64_t global_thread() { return static_cast<int64_t>(blockIdx
 inline dim3 blocks_for(int64_t count, int64_t per_block) {
   const int64_t blocks = (count + per_block - 1) / per_block;
   return dim3(static_cast<unsigned>(blocks < 0xffffffffll ? blocks : 0xffffffffll));
+}
+
+// Shared memory that a block may have on the current GPU, at most kMostShared: all that is ever asked for.
+constexpr int kMostShared = 99 * 1024;
+inline int shared_limit() {
+#if defined(FASTMOD_CUDA_HOST)
+  return kMostShared;
+#else
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+    return 0;
+  }
+  return bytes < kMostShared ? bytes : kMostShared;
+#endif
 }
 
 }  // namespace fastmod::cuda

@@ -50,7 +50,7 @@ struct Product {
     const auto pixels_of = [&](const T* images, bool shared, int offset) {
       T* to = reinterpret_cast<T*>(memory + offset);
       const T* own = images + (shared ? 0 : static_cast<int64_t>(expert) * pixels * depth()) + c0;
-      copy_rows(to, p.tiling.read(), p.chunk, valid, p.vector_read, images, [&](int row) -> const T* {
+      copy_rows<kThreads>(to, p.tiling.read(), p.chunk, valid, p.vector_read, images, [&](int row) -> const T* {
         const int64_t entry = entries[row];
         return entry < 0 ? nullptr : own + entry;
       });
@@ -65,15 +65,17 @@ struct Product {
     const int64_t filters = static_cast<int64_t>(expert) * p.shape.out;
     if constexpr (kBackward) {  // [chunk of out][columns of in][taps]
       const int columns = p.shape.in - column0 < kColumns ? p.shape.in - column0 : kColumns;
-      copy_rows(to, p.chunk, kColumns * taps, columns * taps, p.vector_weight, p.weight, [&](int row) -> const T* {
+      const auto from = [&](int row) -> const T* {
         if (row >= valid) return nullptr;
         return p.weight + ((filters + c0 + row) * p.shape.in + column0) * taps;
-      });
+      };
+      copy_rows<kThreads>(to, p.chunk, kColumns * taps, columns * taps, p.vector_weight, p.weight, from);
     } else {  // [columns of out][chunk of in][taps]
-      copy_rows(to, kColumns, p.chunk * taps, valid * taps, p.vector_weight, p.weight, [&](int row) -> const T* {
+      const auto from = [&](int row) -> const T* {
         if (column0 + row >= p.shape.out) return nullptr;
         return p.weight + ((filters + column0 + row) * p.shape.in + c0) * taps;
-      });
+      };
+      copy_rows<kThreads>(to, kColumns, p.chunk * taps, valid * taps, p.vector_weight, p.weight, from);
     }
     commit_copies();
   }
@@ -261,38 +263,6 @@ struct Product {
     __syncthreads();
   }
 };
-
-// Four neighbouring channels, of which `there` exist; all four at once if `vector`.
-template <typename T>
-struct alignas(4 * sizeof(T)) Four {
-  T v[4];
-};
-template <typename T>
-__device__ inline void read_four(const T* from, int there, bool vector, float (&v)[4]) {
-  if (vector) {
-    const auto four = *reinterpret_cast<const Four<T>*>(from);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = widen(four.v[j]);
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = j < there ? widen(from[j]) : 0.0f;
-  }
-}
-template <typename T>
-__device__ inline void write_four(const T (&v)[4], int there, bool vector, T* to) {
-  if (vector) {
-    *reinterpret_cast<Four<T>*>(to) = {{v[0], v[1], v[2], v[3]}};
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j < there) to[j] = v[j];
-    }
-  }
-}
-template <typename T>
-__device__ inline bool by_four(const T* pointer, int channels) {
-  return pointer && channels % 4 == 0 && reinterpret_cast<uintptr_t>(pointer) % sizeof(Four<T>) == 0;
-}
 
 // Sums of kColumns columns, four to a thread, over all threads with the same ones; all of them get it. A fixed order.
 template <int kColumns>

@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "mma.cuh"
 #include "norm_conv.cuh"
+#include "rows.cuh"
 
 namespace fastmod::cuda {
 
@@ -137,38 +137,6 @@ __device__ inline void fill_table(int64_t* table, const Tiling& t, const Place& 
   }
 }
 
-// `rows` rows of `width` elements each to shared memory, zeros beyond `valid` and for rows that are not inside:
-// from(row) is the address, or null. kVector: 16 bytes at a time, which everything is aligned to.
-template <typename T, typename From>
-__device__ inline void copy_rows(T* to, int rows, int width, int valid, bool vector, const T* anywhere, From from) {
-  constexpr int kMany = 16 / sizeof(T);
-  if (vector) {
-    const unsigned each = width / kMany;
-#pragma unroll 1
-    for (unsigned i = threadIdx.x; i < rows * each; i += kThreads) {
-      // Divisions by the usual numbers, which are cheap as constants.
-      const unsigned row = each == 2 ? i / 2 : each == 4 ? i / 4 : each == 18 ? i / 18 : each == 36 ? i / 36 : i / each;
-      const int at = static_cast<int>(i - row * each) * kMany;
-      const T* source = at < valid ? from(static_cast<int>(row)) : nullptr;
-      copy_async<16>(to + row * width + at, source ? source + at : anywhere, source != nullptr);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < rows * width; i += kThreads) {
-    const int row = i / width, at = i - row * width;
-    const T* source = at < valid ? from(row) : nullptr;
-    if constexpr (sizeof(T) == 4) {
-      copy_async<4>(to + i, source ? source + at : anywhere, source != nullptr);
-    } else {
-      T value;
-      narrow(0.0f, &value);
-      if (source) value = source[at];
-      to[i] = value;
-    }
-  }
-}
-
 template <typename T>
 struct Problem {
   ConvInput<T> input;
@@ -180,11 +148,6 @@ struct Problem {
   int chunk;  // channels that come into shared memory at a time: whole steps
   bool vector_read, vector_weight, precise;
 };
-
-template <typename T>
-bool aligned(const T* pointer, int64_t row) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && row * static_cast<int64_t>(sizeof(T)) % 16 == 0;
-}
 
 template <typename T>
 bool on_tensor_cores(const ConvShape& shape) {

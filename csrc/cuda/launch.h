@@ -126,34 +126,36 @@ template <typename T>
 cudaError_t sample_mask_backward(const T* grad, const T* logits, const T* weight, const T* base, T* grad_logits,
                                  Compute<T> tau, int64_t count, MaskNoise noise, cudaStream_t stream);
 
-// ---- masked_linear.cu: float, double, __half, __nv_bfloat16
-
-constexpr int kMaskedRows = 64;  // rows of a sample that the kernels hold at most
+// ---- masked_linear.cu, masked_linear_weight.cu, masked_linear_plain.cu: float, double, __half, __nv_bfloat16
+//
+// Each function is one launch. allow_tf32: one product of tf32 instead of three. Samples begin at noise.first.
 
 struct LinearShape {
   int64_t rows, out, in;  // rows of each sample
 };
 
-// How many noise words switch each weight off, once for all samples: logits [count] -> off [count]
+// Of the forward, or of the gradient of x.
 template <typename T>
-cudaError_t mask_thresholds(const T* logits, int32_t* off, int64_t count, cudaStream_t stream);
+Scratch masked_linear_scratch(LinearShape shape, int64_t samples, bool backward);
 
-// x [samples, rows, in], weight and off [out, in], biases [samples, out] (may be null) -> result [samples, rows, out]
+// x [samples, rows, in], weight and logits [out, in], biases [samples, out] (may be null) -> result
+// [samples, rows, out]
 template <typename T>
-cudaError_t masked_linear_forward(const T* x, const T* weight, const int32_t* off, const T* biases, T* result,
-                                  LinearShape shape, MaskNoise noise, cudaStream_t stream);
+cudaError_t masked_linear_forward(const T* x, const T* weight, const T* logits, const T* biases, T* result,
+                                  Compute<T>* scratch, unsigned* tickets, bool allow_tf32, LinearShape shape,
+                                  MaskNoise noise, cudaStream_t stream);
 
 // grad [samples, rows, out] -> grad_x [samples, rows, in]
 template <typename T>
-cudaError_t masked_linear_backward_x(const T* grad, const T* weight, const int32_t* off, T* grad_x, LinearShape shape,
-                                     MaskNoise noise, cudaStream_t stream);
+cudaError_t masked_linear_backward_x(const T* grad, const T* weight, const T* logits, T* grad_x, Compute<T>* scratch,
+                                     unsigned* tickets, bool allow_tf32, LinearShape shape, MaskNoise noise,
+                                     cudaStream_t stream);
 
-// grad and x -> grad_weight and grad_logits [out, in], summed over the samples; each may be null. off is read for
-// grad_weight only.
+// grad and x -> grad_weight and grad_logits [out, in], summed over the samples; each may be null.
 template <typename T>
-cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* weight, const T* logits,
-                                          const int32_t* off, T* grad_weight, T* grad_logits, Compute<T> tau,
-                                          LinearShape shape, MaskNoise noise, cudaStream_t stream);
+cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* weight, const T* logits, T* grad_weight,
+                                          T* grad_logits, Compute<T> tau, bool allow_tf32, LinearShape shape,
+                                          MaskNoise noise, cudaStream_t stream);
 
 // ---- norm_conv.cu, norm_conv_weight.cu, norm_conv_plain.cu: float, double, __half, __nv_bfloat16
 //
@@ -258,6 +260,85 @@ template <typename T>
 cudaError_t norm_sum_backward(const T* grad, SumInput<T> input, SumGrads<T> grads, Compute<T>* scratch,
                               unsigned* tickets, SumShape shape, cudaStream_t stream);
 
+// ---- norm_pool.cu: float, double, __half, __nv_bfloat16
+
+// x [B, E, pixels, channels]; scale and shift [E, channels]
+template <typename T>
+struct PoolInput {
+  const T* x;
+  const Compute<T>* scale;
+  const Compute<T>* shift;
+  bool relu;
+};
+
+// out [B, E, channels]
+template <typename T>
+cudaError_t norm_pool_forward(PoolInput<T> input, T* out, SumShape shape, cudaStream_t stream);
+
+// Gradients as the inputs; each may be null. One launch, scratch as for norm_conv.
+template <typename T>
+struct PoolGrads {
+  T* x;
+  Compute<T>* scale;
+  Compute<T>* shift;
+};
+template <typename T>
+Scratch norm_pool_backward_scratch(SumShape shape);
+template <typename T>
+cudaError_t norm_pool_backward(const T* grad, PoolInput<T> input, PoolGrads<T> grads, Compute<T>* scratch,
+                               unsigned* tickets, SumShape shape, cudaStream_t stream);
+
+// ---- entropy_penalty.cu: float, double, __half, __nv_bfloat16
+
+// logits [rows, count] -> total; unless there are rows, it is not written. Scratch as for norm_conv.
+template <typename T>
+Scratch entropy_penalty_forward_scratch(int64_t rows);
+template <typename T>
+cudaError_t entropy_penalty_forward(const T* logits, int64_t rows, int64_t count, Compute<T>* total,
+                                    Compute<T>* scratch, unsigned* tickets, cudaStream_t stream);
+template <typename T>
+cudaError_t entropy_penalty_backward(const Compute<T>* grad, const T* logits, int64_t rows, int64_t count,
+                                     T* grad_logits, cudaStream_t stream);
+
+// ---- template_mix.cu, template_mix_plain.cu: float, double, __half, __nv_bfloat16
+
+constexpr int kMixSoftmax = 0, kMixTanh = 1;  // else the logits are the weights
+
+// logits [rows, templates], bank [templates, size]
+struct MixShape {
+  int64_t rows, templates, size;
+  int mixing;
+};
+
+// Numbers of scratch memory, not initialised.
+template <typename T>
+int64_t template_mix_forward_scratch(MixShape shape);
+template <typename T>
+int64_t template_mix_backward_scratch(MixShape shape);
+
+// out [rows, size]. One launch; fp64, and what does not fit, two.
+template <typename T>
+cudaError_t template_mix_forward(const T* logits, const T* bank, T* out, Compute<T>* scratch, MixShape shape,
+                                 cudaStream_t stream);
+// grad [rows, size]; grad_logits and grad_bank: each may be null. Two launches; fp64, and what does not fit, four.
+template <typename T>
+cudaError_t template_mix_backward(const T* grad, const T* logits, const T* bank, T* grad_logits, T* grad_bank,
+                                  Compute<T>* scratch, MixShape shape, cudaStream_t stream);
+
+// ---- cluster_penalty.cu: float, double, __half, __nv_bfloat16
+
+// bank [templates, size] -> table [templates, templates] of squared distances; without size it is not written. Scratch as
+// for norm_conv.
+template <typename T>
+Scratch cluster_penalty_forward_scratch(int64_t templates, int64_t size);
+template <typename T>
+cudaError_t cluster_penalty_forward(const T* bank, double* table, Compute<T>* scratch, unsigned* tickets,
+                                    int64_t templates, int64_t size, cudaStream_t stream);
+// grad as table
+template <typename T>
+cudaError_t cluster_penalty_backward(const double* grad, const T* bank, T* grad_bank, int64_t templates, int64_t size,
+                                     cudaStream_t stream);
+
 // ---- batch_affine.cu: float, double
 
 // All [count]; weight, bias: null for 1 and 0. scale = weight / sqrt(var + eps), shift = bias - mean * scale. Running
@@ -306,5 +387,68 @@ cudaError_t mfnnr_update(const C* x, const C* routed, Fnn<C> update, C threshold
 // grad *= derivative of LeakyReLU, told from its output `hidden`; in place, on a buffer the caller owns.
 template <typename C>
 cudaError_t leaky_backward(C* grad, const C* hidden, int64_t count, cudaStream_t stream);
+
+// ---- smfr.cu, smfr_backward.cu, smfr_weight.cu: float, __half, __nv_bfloat16
+//
+// A stack of MFNNRs in one launch forward and two backward, for hidden layers up to kMaxHidden.
+
+constexpr int kStackLayers = 20;   // what one launch takes: its arguments have 4 KB
+constexpr int kStackLinears = 96;
+
+template <typename T>
+struct StackLinear {
+  T* weight;  // [out, in]; of smfr_backward_weight: the gradients, which it writes
+  T* bias;    // [out]
+  int out, in;
+};
+
+// n: blocks that come out. tau and seed as in Routing.
+template <typename T>
+struct StackLayer {
+  T* out;           // [batch, n*d]
+  T* logits;        // [batch, m*n]; read by nobody, as gate: forward only
+  T* gate;          // [batch, n]
+  float* saved;     // sections [batch, width]: route layers (the last are the logits), routed, update layers; may be null
+  float* grads;     // sections [batch, out] of the linear layers' outputs, route first: backward only, may be null
+  float* tau;       // of smfr_backward_weight: its gradient, which it writes
+  const int64_t* seed;
+  int64_t seed_value;
+  float tau_value;
+  int n;
+};
+
+// Linear layers in the order of use: route and update of layer 0, of layer 1, ... m: blocks of x.
+template <typename T>
+struct Stack {
+  int64_t batch;
+  const T* x;  // [batch, m*d]
+  int depth, m, d, route, update;  // route, update: linear layers of each such FNN
+  int mode;
+  bool context, precise;  // precise: three products of tf32 in place of one; of weights of 16 bits two
+  float threshold;        // < 0: no penalty
+  StackLayer<T> layer[kStackLayers];
+  StackLinear<T> linear[kStackLinears];
+};
+
+inline int64_t stack_tiles(int64_t batch) { return (batch + kTileRows - 1) / kTileRows; }
+
+// Whether the three launches can serve this stack on this GPU.
+template <typename T>
+bool stack_fits(const Stack<T>& stack);
+
+// penalty: 0-d. partials [stack_tiles], ticket: zero before and after.
+template <typename T>
+cudaError_t smfr_forward(const Stack<T>& stack, float* penalty, float* partials, unsigned* ticket,
+                         cudaStream_t stream);
+
+// grad_out [batch, n*d] of the last layer and grad_penalty may be null, grad_x too. Fills the sections of layer.grads,
+// if not null, and tau_partials [depth, stack_tiles] (may be null).
+template <typename T>
+cudaError_t smfr_backward(const Stack<T>& stack, const T* grad_out, const float* grad_penalty, T* grad_x,
+                          float* tau_partials, cudaStream_t stream);
+
+// layer.grads -> stack.linear, if not null; tau_partials, if not null -> layer.tau.
+template <typename T>
+cudaError_t smfr_backward_weight(const Stack<T>& stack, const float* tau_partials, cudaStream_t stream);
 
 }  // namespace fastmod::cuda

@@ -1,29 +1,22 @@
 // masked_linear on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
-#include "binding.h"
+#include "image_binding.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
 
-LinearShape linear_shape(const Tensor& x, const Tensor& weight, int64_t samples) {
-  const LinearShape shape{leading_size(x, 1) / samples, weight.size(0), weight.size(1)};
-  TORCH_CHECK_VALUE(shape.rows <= kMaskedRows, "x: expected at most ", kMaskedRows, " rows a sample, got ", shape.rows);
-  return shape;
-}
+// As cuBLAS is allowed to.
+bool matmul_tf32() { return at::globalContext().allowTF32CuBLAS(); }
 
-template <typename T>
-Tensor thresholds(const Tensor& logits) {
-  const Tensor off = at::empty(logits.sizes(), logits.options().dtype(at::kInt));
-  C10_CUDA_CHECK(mask_thresholds<T>(data<T>(logits), data<int32_t>(off), logits.numel(), stream()));
-  return off;
+LinearShape linear_shape(const Tensor& x, const Tensor& weight, int64_t samples) {
+  return {leading_size(x, 1) / samples, weight.size(0), weight.size(1)};
 }
 
 Tensor masked_linear_forward(const Tensor& x_, const Tensor& weight_, const Tensor& logits_,
                               const OptionalTensor& biases_, const Tensor& seed, int64_t samples, int64_t first) {
   check_masked_linear(x_, weight_, logits_, biases_, seed, samples, first);
-  TORCH_CHECK_VALUE(first == 0, "first: expected 0 on a GPU, got ", first);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
   const LinearShape shape = linear_shape(x_, weight_, samples);
-  const MaskNoise noise = mask_noise(x_, 0, samples, seed, kStreamMask);
+  const MaskNoise noise = mask_noise(x_, first, samples, seed, kStreamMask);
   const Tensor x = x_.contiguous(), weight = weight_.contiguous(), logits = logits_.contiguous();
   const Tensor biases = dense(biases_);
   std::vector<int64_t> sizes = x.sizes().vec();
@@ -31,8 +24,10 @@ Tensor masked_linear_forward(const Tensor& x_, const Tensor& weight_, const Tens
   const Tensor out = at::empty(sizes, x.options());
   dispatch(x.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
-    C10_CUDA_CHECK(cuda::masked_linear_forward<T>(data<T>(x), data<T>(weight), data<int32_t>(thresholds<T>(logits)),
-                                            data<T>(biases), data<T>(out), shape, noise, stream()));
+    const Workspace space(x, masked_linear_scratch<T>(shape, samples, false));
+    C10_CUDA_CHECK(cuda::masked_linear_forward<T>(data<T>(x), data<T>(weight), data<T>(logits), data<T>(biases),
+                                                  data<T>(out), data<Compute<T>>(space.numbers),
+                                                  data<unsigned>(space.tickets), matmul_tf32(), shape, noise, stream()));
   });
   return out;
 }
@@ -41,10 +36,9 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad_, const Tensor& x_
                                             const Tensor& logits_, const Tensor& seed, int64_t samples, double tau,
                                             std::array<bool, 3> needs, int64_t first) {
   check_masked_linear_grad(grad_, x_, weight_, logits_, seed, samples, first, tau);
-  TORCH_CHECK_VALUE(first == 0, "first: expected 0 on a GPU, got ", first);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
   const LinearShape shape = linear_shape(x_, weight_, samples);
-  const MaskNoise noise = mask_noise(x_, 0, samples, seed, kStreamMask);
+  const MaskNoise noise = mask_noise(x_, first, samples, seed, kStreamMask);
   const Tensor grad = grad_.contiguous(), x = x_.contiguous();
   const Tensor weight = weight_.contiguous(), logits = logits_.contiguous();
   const auto wanted = [](bool needed, const Tensor& like) { return needed ? blank_like(like) : Tensor(); };
@@ -53,14 +47,17 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad_, const Tensor& x_
   const Tensor grad_logits = wanted(need_logits, logits);
   dispatch(x.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
-    const Tensor off = grad_x.defined() || grad_weight.defined() ? thresholds<T>(logits) : Tensor();
-    if (grad_x.defined())
-      C10_CUDA_CHECK(masked_linear_backward_x<T>(data<T>(grad), data<T>(weight), data<int32_t>(off), data<T>(grad_x),
-                                                 shape, noise, stream()));
+    if (grad_x.defined()) {
+      const Workspace space(x, masked_linear_scratch<T>(shape, samples, true));
+      C10_CUDA_CHECK(masked_linear_backward_x<T>(data<T>(grad), data<T>(weight), data<T>(logits), data<T>(grad_x),
+                                                 data<Compute<T>>(space.numbers), data<unsigned>(space.tickets),
+                                                 matmul_tf32(), shape, noise, stream()));
+    }
     if (grad_weight.defined() || grad_logits.defined())
       C10_CUDA_CHECK(masked_linear_backward_weight<T>(data<T>(grad), data<T>(x), data<T>(weight), data<T>(logits),
-                                                      data<int32_t>(off), data<T>(grad_weight), data<T>(grad_logits),
-                                                      static_cast<Compute<T>>(tau), shape, noise, stream()));
+                                                      data<T>(grad_weight), data<T>(grad_logits),
+                                                      static_cast<Compute<T>>(tau), matmul_tf32(), shape, noise,
+                                                      stream()));
   });
   std::vector<Tensor> result{grad_x, grad_weight, grad_logits};
   for (Tensor& tensor : result)

@@ -1,4 +1,5 @@
-// mfnnr on CUDA tensors, all in the compute dtype: fused kernels, or cuBLAS for layers too wide for them.
+// mfnnr on CUDA tensors. What fits is a stack of one (smfr_binding.cpp); else, and in fp64, all is in the compute dtype:
+// the kernels of mfnnr.cu, or cuBLAS for layers too wide for them.
 #include "binding.h"
 
 namespace fastmod::cuda::bindings {
@@ -61,6 +62,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mfnnr_forward(const Tensor& x
                                                                  bool save) {
   const MfnnrSizes s = check_mfnnr(x_, route_, update_, context);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
+  const std::vector<StackedLayer> stack{{route_, update_, tau, tau_value, seed}};
+  if (stack_fits(x_, stack)) {
+    const StackOutput found = stack_forward(x_, stack, mode, context, threshold, save);
+    return {found.outs[0], found.penalty, found.logits[0], found.gates[0], found.saved[0]};
+  }
   const RoutingArguments routing(x_, tau, tau_value, seed, mode);
   const auto wide = x_.options().dtype(compute_type(x_));
   const auto type = x_.scalar_type();
@@ -145,8 +151,16 @@ std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out_, const Option
                                    double threshold, const Tensor& saved, bool need_x, bool need_params) {
   const MfnnrSizes s = check_mfnnr(x_, route_, update_, context);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
-  const RoutingArguments routing(x_, tau, tau_value, seed, mode);
   const auto wide = x_.options().dtype(compute_type(x_));
+  const std::vector<StackedLayer> stack{{route_, update_, tau, tau_value, seed}};
+  if (stack_fits(x_, stack)) {
+    const StackGrads found = stack_backward(grad_out_, grad_penalty_, x_, stack, mode, context, threshold, {}, {saved},
+                                            need_x, need_params);
+    std::vector<Tensor> grads{found.x, tau ? found.taus[0] : at::zeros({}, wide)};
+    grads.insert(grads.end(), found.params.begin(), found.params.end());
+    return grads;
+  }
+  const RoutingArguments routing(x_, tau, tau_value, seed, mode);
   TORCH_CHECK_VALUE(saved.scalar_type() == wide.dtype().toScalarType() && saved.numel() >= s.rows * s.batch,
                     "saved: expected what mfnnr_forward returned with save = True, got ", saved.sizes());
   if (s.batch == 0) {
@@ -212,6 +226,31 @@ std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out_, const Option
 }
 
 }  // namespace
+
+StackOutput stack_or_layer_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
+                                   double threshold, bool save) {
+  if (layers.size() > 1) return stack_forward(x, layers, mode, context, threshold, save);
+  const StackedLayer& one = layers[0];
+  const auto [out, penalty, logits, gate, saved] = mfnnr_forward(x, one.route, one.update, one.tau, one.tau_value,
+                                                                 one.seed, mode, context, threshold, save);
+  return {penalty, {out}, {logits}, {gate}, {saved}};
+}
+
+StackGrads stack_or_layer_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
+                                   const std::vector<StackedLayer>& layers, int64_t mode, bool context,
+                                   double threshold, const std::vector<Tensor>& inputs,
+                                   const std::vector<Tensor>& saved, bool need_x, bool need_params) {
+  if (layers.size() > 1) {
+    return stack_backward(grad_out, grad_penalty, x, layers, mode, context, threshold, inputs, saved, need_x,
+                          need_params);
+  }
+  const StackedLayer& one = layers[0];
+  const auto grads = mfnnr_backward(grad_out, grad_penalty, x, one.route, one.update, one.tau, one.tau_value, one.seed,
+                                    mode, context, threshold, saved[0], need_x, need_params);
+  StackGrads found{grads[0], {}, {grads.begin() + 2, grads.end()}};
+  if (one.tau) found.taus.push_back(grads[1]);
+  return found;
+}
 
 TORCH_LIBRARY_IMPL(fastmod, CUDA, m) {
   m.impl("mfnnr_forward", mfnnr_forward);

@@ -8,6 +8,8 @@
 // Which number is called k is free as long as a and b agree: kernels deal channels out so that a lane's are neighbours.
 #pragma once
 
+#include <type_traits>
+
 #include "common.cuh"
 
 #if defined(FASTMOD_CUDA_HOST)
@@ -38,6 +40,13 @@ inline void mma(__half*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 inline void mma(__nv_bfloat16*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                 int line = __builtin_LINE()) {
   mma_on_host(cuda_host::Operand::kBfloat16, d, a, b0, b1, line);
+}
+
+template <typename T>
+inline void mma_from_zero(T* type, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                          int line = __builtin_LINE()) {
+  for (float& value : d) value = 0.0f;
+  mma(type, d, a, b0, b1, line);
 }
 
 inline void ldmatrix_transposed(uint32_t (&result)[4], const void* row, int line = __builtin_LINE()) {
@@ -133,6 +142,34 @@ __device__ inline void mma(__nv_bfloat16*, float (&d)[4], const uint32_t (&a)[4]
 #endif
 }
 
+// d = a b, without clearing d first.
+template <typename T>
+__device__ inline void mma_from_zero(T* type, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 4) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] = 0.0f;
+  mma(type, d, a, b0, b1);
+#endif
+}
+
 // Four 8x8 matrices of 16 bits: lane i gives the address of row i % 8 of matrix i / 8 and gets of each the numbers
 // (row 2 t, column g) and (row 2 t + 1, column g).
 __device__ inline void ldmatrix_transposed(uint32_t (&result)[4], const void* row) {
@@ -204,6 +241,22 @@ __device__ inline void split_tf32(float value, bool precise, uint32_t* high, uin
     *high = 0;
     *low = __float_as_uint(value);
   }
+}
+
+// Four at once; whether all are finite, as nearly always.
+__device__ inline bool split_tf32(const float (&value)[4], bool precise, uint32_t (&high)[4], uint32_t (&low)[4]) {
+  float rest[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    high[i] = tf32_bits(value[i]);
+    rest[i] = value[i] - __uint_as_float(high[i]);
+    low[i] = tf32_bits(rest[i]);
+  }
+  const float all = (rest[0] + rest[1]) + (rest[2] + rest[3]);
+  if (all - all == 0.0f) return true;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) split_tf32(value[i], precise, &high[i], &low[i]);
+  return false;
 }
 
 }  // namespace fastmod::cuda

@@ -11,19 +11,6 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
                     shape.batch * shape.n);
 }
 
-// In four sums, because roundings pile up with the length of a sum.
-template <typename T>
-__device__ Compute<T> dot(const T* a, const T* b, int64_t count) {
-  Compute<T> sums[4] = {0, 0, 0, 0};
-  int64_t i = 0;
-  for (; i + 4 <= count; i += 4) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) sums[j] += widen(a[i + j]) * widen(b[i + j]);
-  }
-  for (; i < count; ++i) sums[0] += widen(a[i]) * widen(b[i]);
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
-
 // With w the softmax weights and dw[m, c] = sum over d of grad[c, d] * blocks[b, m, d]:
 //   dz = w * (dw - sum over m of w * dw), dlogits = dz / tau, dtau = sum of -dz * z / tau
 template <typename T>

@@ -100,6 +100,19 @@ struct ColumnTile {
   __device__ C forward_weight(int64_t m, C score) const { return mode == kSoftmax ? soft(score) : hard(m); }
 };
 
+// In four sums, because roundings pile up with the length of a sum.
+template <typename T>
+__device__ inline Compute<T> dot(const T* a, const T* b, int64_t count) {
+  Compute<T> sums[4] = {0, 0, 0, 0};
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[j] += widen(a[i + j]) * widen(b[i + j]);
+  }
+  for (; i < count; ++i) sums[0] += widen(a[i]) * widen(b[i]);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
 // out[c, :] = sum over m of weight[m, c] * blocks[b, m, :] for the columns first .. min(first + kColumns, end).
 template <typename T>
 __device__ void multiplex_columns(const T* blocks, const T* logits, T* out, const Routing<Compute<T>>& routing,

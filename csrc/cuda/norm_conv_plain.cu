@@ -92,6 +92,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int from_row = row + tap / shape.kernel, from_column = column + tap % shape.kernel;
       if (from_row < 0 || from_row >= shape.high || from_column < 0 || from_column >= shape.wide) continue;
       const int from = from_row * shape.wide + from_column;
+#pragma unroll 1  // one channel where it matters; unrolled for fp64's sake, the file took three times as long to compile
       for (int k = 0; k < depth; ++k) {
         sum += image.z(from, shape.depthwise ? at.channel : k) * widen(weight[(filter * depth + k) * taps + tap]);
       }
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (row < 0 || column < 0 || row % shape.stride || column % shape.stride) continue;
         const int to_row = row / shape.stride, to_column = column / shape.stride;
         if (to_row >= out_high || to_column >= out_wide) continue;
+#pragma unroll 1
         for (int k = 0; k < depth; ++k) {
           const int channel = shape.depthwise ? at.channel : k;
           const int64_t filter = static_cast<int64_t>(expert) * shape.out + channel;

@@ -50,7 +50,7 @@ struct WeightProduct {
     const int out_left = shape.out - out0, in_left = shape.in - in0;
     const auto gradients = [&](const T* images, int offset) {
       T* to = reinterpret_cast<T*>(memory + offset);
-      copy_rows(to, kPixels, kOut, out_left, p.vector_weight, images, [&](int row) -> const T* {
+      copy_rows<kThreads>(to, kPixels, kOut, out_left, p.vector_weight, images, [&](int row) -> const T* {
         const Pixel pixel(p.tiling, place, row);
         if (pixel.b >= shape.batch || pixel.y >= p.out_high || pixel.x >= p.out_wide) return nullptr;
         const int64_t image = pixel.b * shape.experts + expert;
@@ -63,7 +63,7 @@ struct WeightProduct {
     T* to = reinterpret_cast<T*>(memory + layout.input);
     const int64_t image = static_cast<int64_t>(shape.high) * shape.wide * shape.in;
     const T* own = p.input.x + (shape.shared ? 0 : expert * image) + in0;
-    copy_rows(to, p.tiling.read(), kIn, in_left, p.vector_read, p.input.x, [&](int row) -> const T* {
+    copy_rows<kThreads>(to, p.tiling.read(), kIn, in_left, p.vector_read, p.input.x, [&](int row) -> const T* {
       const int64_t entry = entries[row];
       return entry < 0 ? nullptr : own + entry;
     });

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import pickle
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -58,7 +59,7 @@ def mnist(root: str | os.PathLike[str] | None = None, *, verify: bool = True) ->
     variable = os.environ.get("FASTMOD_DATA")
     if variable:
         for folder in (Path(variable), Path(variable, "mnist")):
-            if any(_file(folder, name) for name in CHECKSUMS):
+            if any(find_file(folder, name) for name in CHECKSUMS):
                 return read_folder(folder, verify=verify)
     # The package holds the digits only: who set a folder and wants no check may mean Fashion-MNIST.
     packaged = hub_file() if verify or not variable else None
@@ -75,15 +76,21 @@ def mnist(root: str | os.PathLike[str] | None = None, *, verify: bool = True) ->
 def read_folder(root: str | os.PathLike[str], *, verify: bool = True) -> MNIST:
     """Read the four idx files of a folder; shapes as in :func:`mnist`."""
     folder = Path(root)
-    files = {name: _file(folder, name) for name in CHECKSUMS}
+    files = {name: find_file(folder, name) for name in CHECKSUMS}
     missing = [name for name, file in files.items() if file is None]
     if missing:
         what = f"expected {', '.join(missing)} (plain or .gz)" if folder.is_dir() else "no such folder"
         raise DataError(f"{folder}: {what}; MNIST is read from a folder with {', '.join(CHECKSUMS)}")
-    return _collect({name: (str(file), idx.read_contents(file)) for name, file in files.items() if file}, verify)
+    return read_files({name: file for name, file in files.items() if file}, verify=verify)
 
 
-def _file(folder: Path, name: str) -> Path | None:
+def read_files(files: Mapping[str, Path], *, verify: bool = True) -> MNIST:
+    """Read the four files, given by the names in :data:`CHECKSUMS`; shapes as in :func:`mnist`."""
+    return _collect({name: (str(file), idx.read_contents(file)) for name, file in files.items()}, verify)
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """A file of this name, plain or ``.gz``."""
     return next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
 
 

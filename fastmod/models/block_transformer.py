@@ -32,6 +32,14 @@ class BlockTransformer(nn.Module):
             if parameter.dim() > 1:  # layers are copies of one another until here
                 nn.init.xavier_uniform_(parameter)
 
+    @torch.no_grad()
+    def attention(self, x: Tensor) -> Tensor:
+        """What the first layer reads, the mean over heads: ``[B, in_blocks (read), in_blocks (reading)]``."""
+        tokens = self.inward(x) + self.positions
+        first = self.encoder.layers[0].self_attn
+        assert isinstance(first, nn.MultiheadAttention)
+        return first(tokens, tokens, tokens, need_weights=True)[1].mT
+
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.inward(x) + self.positions
         return self.outward(self.decoder(self.queries.expand(len(x), -1, -1), self.encoder(tokens)))

@@ -24,7 +24,7 @@ class LSTMEncoderDecoder(nn.Module):
     """Two LSTMs without attention: the decoder begins with the encoder's last state.
 
     ``source [B, L]``, ``target [B, T]`` -> scores ``[B, T, V]``. With teacher forcing the decoder sees the
-    target's words; else its own predictions.
+    target's words; else its own predictions. Dropout: of embedded words, and between layers.
     """
 
     def __init__(
@@ -43,15 +43,16 @@ class LSTMEncoderDecoder(nn.Module):
         self.reread = nn.Embedding(target_vocabulary, embedding)
         self.decoder = nn.LSTM(embedding, units, layers, batch_first=True, dropout=dropped)
         self.output = nn.Linear(units, target_vocabulary)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, source: Tensor, target: Tensor, teacher_forcing: bool = True) -> Tensor:
         state = self.encode(source)
         seen = shifted_right(target)
         if teacher_forcing:
-            return self.output(self.decoder(self.reread(seen), state)[0])
+            return self.output(self.decoder(self.dropout(self.reread(seen)), state)[0])
         word, scores = seen[:, :1], []
         for _ in range(target.shape[1]):
-            hidden, state = self.decoder(self.reread(word), state)
+            hidden, state = self.decoder(self.dropout(self.reread(word)), state)
             scores.append(self.output(hidden))
             word = scores[-1].argmax(-1)
         return torch.cat(scores, 1)
@@ -59,7 +60,7 @@ class LSTMEncoderDecoder(nn.Module):
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """States ``[layers, B, units]`` at the last word of each sequence."""
         lengths = (source != PAD).sum(1).cpu()
-        words = pack_padded_sequence(self.read(source), lengths, batch_first=True, enforce_sorted=False)
+        words = pack_padded_sequence(self.dropout(self.read(source)), lengths, batch_first=True, enforce_sorted=False)
         hidden, cell = self.encoder(words)[1]
         return hidden, cell
 

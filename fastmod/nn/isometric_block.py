@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmod import backend
 from fastmod.nn import _parts
 from fastmod.nn._pending import Pending, finish
 from fastmod.nn._stacked import Tensors, convolved, transformed
+from fastmod.ops.inverted_residual import inverted_residual
 from fastmod.ops.norm_pool import norm_pool
 
 
@@ -84,11 +86,36 @@ class IsometricBlock(nn.Module):
 
         ``num_batches_tracked`` is left to the caller.
         """
+        if not self.second_input and other is None and self._in_one_op(x):
+            return self._fused(x, weights, buffers)
         tensors = weights, buffers
         y = convolved(self, "expand", "expand_norm", self._inputs(x, other, 2), *tensors, relu=True)
         y = convolved(self, "depthwise", "depthwise_norm", y, *tensors, relu=True)
         gate = None if self.squeeze is None else self._gate(y, *tensors)
         return finish(convolved(self, "project", "project_norm", y, *tensors, gate=gate), x, relu=False)
+
+    def _norms(self) -> list[tuple[str, nn.BatchNorm2d]]:
+        return [(name, module) for name, module in self.named_children() if isinstance(module, nn.BatchNorm2d)]
+
+    def _in_one_op(self, x: Tensor) -> bool:
+        """Whether the block is one op: in training, on the CPU, as long as nobody has made its batch norms differ."""
+        norms = [(norm.training, norm.eps, norm.momentum) for _, norm in self._norms()]
+        if not norms[0][0] or any(norm != norms[0] for norm in norms) or self.expand.bias is not None:
+            return False
+        return x.device.type == "cpu" and backend.resolve("norm_conv", x) == "native"
+
+    def _fused(self, x: Tensor, weights: Tensors, buffers: Tensors) -> Tensor:
+        params = []
+        for name, _ in self._norms():
+            convolution = name.removesuffix("_norm")
+            params += [weights[f"{convolution}.weight"], weights[f"{name}.weight"], weights[f"{name}.bias"]]
+        found = inverted_residual(x, params, eps=self.expand_norm.eps)
+        momentum = self.expand_norm.momentum
+        assert momentum is not None  # see stackable
+        for kind, values in (("running_mean", found.means), ("running_var", found.variances)):
+            running = [buffers[f"{name}.{kind}"] for name, _ in self._norms()]
+            torch._foreach_lerp_(running, [v.to(r.dtype) for v, r in zip(values, running, strict=True)], momentum)
+        return found.y
 
     def _gate(self, y: Pending, weights: Tensors, buffers: Tensors) -> Tensor:
         """``[B, T, C]`` in the dtype of the images."""

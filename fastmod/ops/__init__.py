@@ -4,6 +4,7 @@ from fastmod.ops.batch_affine import Affine, batch_affine
 from fastmod.ops.cluster_penalty import cluster_penalty
 from fastmod.ops.entropy_penalty import entropy_penalty
 from fastmod.ops.gated_residual import gated_residual
+from fastmod.ops.inverted_residual import InvertedResidualOutput, inverted_residual
 from fastmod.ops.masked_conv2d import masked_conv2d
 from fastmod.ops.masked_linear import masked_linear
 from fastmod.ops.mfnnr import MFNNROutput, mfnnr
@@ -18,6 +19,7 @@ from fastmod.ops.template_mix import template_mix
 
 __all__ = [
     "Affine",
+    "InvertedResidualOutput",
     "MFNNROutput",
     "NormConvOutput",
     "SMFROutput",
@@ -25,6 +27,7 @@ __all__ = [
     "cluster_penalty",
     "entropy_penalty",
     "gated_residual",
+    "inverted_residual",
     "masked_conv2d",
     "masked_linear",
     "masked_weight",

@@ -27,8 +27,8 @@ def masked_linear(
 ) -> Tensor:
     """Part s of the batch through ``weight * mask_s``, the masks sampled as :func:`fastmod.ops.sample_mask` does.
 
-    The masked copies of the weight never exist all at once, and not even one of them unless a sample has many rows:
-    more than 64 on a GPU, about 200 on the CPU (:func:`row_limit`).
+    The masked copies of the weight never exist all at once, and not even one of them unless a sample has many rows on
+    the CPU: about 200 (:func:`row_limit`).
 
     Args:
         x: ``[B, in]`` or ``[B, ..., in]``, B a multiple of S; rows ``s * B / S`` and on meet mask s.
@@ -131,7 +131,7 @@ def fake_backward(
 
 
 #: x [B, ..., in], part s of the batch through sample first + s of the masked weight [out, in], plus row s of biases
-#: [S, out]; on a GPU samples begin at 0
+#: [S, out]
 FORWARD = _autograd.define(
     "masked_linear_forward(Tensor x, Tensor weight, Tensor logits, Tensor? biases, Tensor seed, int samples, "
     "int first=0) -> Tensor",
@@ -144,8 +144,6 @@ BACKWARD = _autograd.define(
     fake_backward,
 )
 
-#: Of one block of the kernels on a GPU, so that every mask is drawn once a product.
-ROWS_ON_GPU = 64
 #: Instruction set of the CPU kernels -> (rows for large weights, rows * weights to add for small ones).
 #:
 #: With more rows a sample the masks cost little beside the products, at which torch's libraries are better. Both ways
@@ -156,10 +154,10 @@ ROWS_ON_GPU = 64
 ROW_LIMITS = {"avx512": (200, 3_500_000), "avx2": (150, 2_000_000), "baseline": (48, 200_000)}
 
 
-def row_limit(weight: Tensor, triton: bool) -> int:
-    """Up to so many rows a sample the kernels multiply, which draw masks where they need them."""
+def row_limit(weight: Tensor, triton: bool) -> int | None:
+    """Up to so many rows a sample the kernels multiply, which draw masks where they need them; None: any number."""
     if triton or weight.device.type != "cpu" or _extension.MODULE is None:
-        return ROWS_ON_GPU
+        return None
     rows, small = ROW_LIMITS[_extension.MODULE.cpu_isa()]
     return rows + small // max(weight.numel(), 1)
 
@@ -224,8 +222,8 @@ def _run(
     first: int,
     triton: bool,
 ) -> Tensor:
-    from_here = first == 0 or (x.device.type == "cpu" and not triton)  # samples that the kernels begin with
-    at_once = from_here and x.shape[:-1].numel() <= samples * row_limit(weight, triton)
+    limit = row_limit(weight, triton)
+    at_once = limit is None or x.shape[:-1].numel() <= samples * limit
     if not at_once or bias is not None or bias_logits is not None:
         _check(x, weight, logits, bias, bias_logits, samples)  # torch broadcasts where the kernels refuse
     return _masked.run(LINEAR, Draws(triton, first, samples, tau), at_once, x, weight, logits, bias, bias_logits, seed)

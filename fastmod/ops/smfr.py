@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -210,7 +211,7 @@ def fake_backward(
     return [grads[0], *[x.new_empty((), dtype=wide) for _ in taus], *grads[2:]]
 
 
-# --------------------------------------------------------- layer by layer: backends without a kernel for the stack
+# ------------------------------------------------------------------------------------------- layer by layer: Triton
 
 
 def _forward_by_layers(
@@ -275,7 +276,7 @@ def _backward_by_layers(
     return [grad, *(grad_taus if taus else []), *grad_params]
 
 
-# ---------------------------------------------------------------- the stack in one go: the CPU
+# ------------------------------------------------------------------------------- the stack in one go: CPU and CUDA C++
 
 
 def _forward_rule(overload: Any) -> _autograd.Rule:
@@ -330,15 +331,12 @@ BACKWARD = _autograd.define(
 
 
 def _forward(triton: bool, x: Tensor, *arguments: Any) -> Any:
-    if x.device.type == "cpu" and not triton:
-        return FORWARD[0](x, *arguments)
-    return _forward_by_layers(triton, x, *arguments)
+    return _forward_by_layers(triton, x, *arguments) if triton else FORWARD[0](x, *arguments)
 
 
 def _backward(triton: bool, grad_out: Tensor | None, grad_penalty: Tensor | None, x: Tensor, *arguments: Any) -> Any:
-    if x.device.type == "cpu" and not triton:
-        return BACKWARD[0](grad_out, grad_penalty, x, *arguments)
-    return _backward_by_layers(triton, grad_out, grad_penalty, x, *arguments)
+    run = partial(_backward_by_layers, triton) if triton else BACKWARD[0]
+    return run(grad_out, grad_penalty, x, *arguments)
 
 
 class Smfr(_autograd.Op):

@@ -41,17 +41,24 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def save(path: Path, owner: str, state: dict[str, Any]) -> None:
     """``owner`` says whose checkpoint it is; loading it for somebody else is refused."""
+    write_atomically(path, content_of(owner, state))
+
+
+def content_of(owner: str, state: dict[str, Any]) -> bytes:
+    """Of the file."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "owner": owner, "digest": digest(state), "state": state}, buffer)
-    write_atomically(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
-def load(path: Path, owner: str | None = None) -> dict[str, Any]:
-    """The state; a damaged or foreign file raises :class:`StudyError` and nothing is changed."""
+def load(path: Path, owner: str | None = None, content: bytes | None = None) -> dict[str, Any]:
+    """The state; a damaged or foreign file raises :class:`StudyError` and nothing is changed. ``content``: of a file
+    that is on another machine."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remarks on pickles that are not its own
-            found = torch.load(path, weights_only=True, map_location="cpu")
+            source = path if content is None else io.BytesIO(content)
+            found = torch.load(source, weights_only=True, map_location="cpu")
     except FileNotFoundError:
         raise StudyError(f"{path}: no such checkpoint") from None
     except Exception as error:  # a damaged file makes torch raise almost anything

@@ -6,43 +6,48 @@ import contextlib
 import datetime
 import shlex
 import signal
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from fastmod.bench import checkout
 from fastmod.data import DataError
+from fastmod.runs import parallel, tracking
 from fastmod.runs.config import StudyError, changed, seeds_of, settings_of
-from fastmod.runs.folder import Plan, RunFolder
+from fastmod.runs.folder import HERE, RAY, Plan, RunFolder
 from fastmod.studies import registry
 
+TRACK_HELP = "Tell tensorboard, wandb, mlflow or trackio too; repeat for several."
+ON_HELP = "Where trials run: here, or ray (pip install fastmod[ray])."
+ADDRESS_HELP = "Of a Ray cluster; without one, a cluster of this machine."
 console = Console()
 _errors = Console(stderr=True)
 
 
-def _say(text: str, where: Console = console) -> None:
+def say(text: str, where: Console = console) -> None:
     """As it is: names of folders may look like markup."""
     where.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
-def _clear_errors(after: str = "") -> Iterator[None]:
+def clear_errors(after: str = "") -> Iterator[None]:
     """What the user can mend becomes one line and exit code 2."""
     try:
         yield
     except (StudyError, DataError) as error:
-        _say(f"error: {error}", _errors)
+        say(f"error: {error}", _errors)
         raise typer.Exit(2) from None
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        _say(f"error: {error.strerror or error}{where}{after}", _errors)
+        say(f"error: {error.strerror or error}{where}{after}", _errors)
         raise typer.Exit(2) from None
 
 
@@ -59,30 +64,43 @@ def study(
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Trials at the same time, sharing the threads.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")] = None,
+    track: Annotated[list[str] | None, typer.Option(help=TRACK_HELP)] = None,
+    on: Annotated[str | None, typer.Option(help=ON_HELP)] = None,
+    address: Annotated[str | None, typer.Option(help=ADDRESS_HELP)] = None,
 ) -> None:
     """Run a paper's experiment; the table shows our figures beside the printed ones. Without a name: a list."""
     if name is None and resume is None:
         console.print(_list())
         return
-    with _clear_errors():
+    from fastmod.runs import engine
+
+    with clear_errors(), parallel.joined() as team:
+        if team.rank:
+            theirs: Any = team.same(None)  # the plan of the first process
+            engine.assist(theirs)
+            return
         if resume is not None:
-            others = (model, seeds, steps, epochs, setting, out, jobs, device)
+            others = (model, seeds, steps, epochs, setting, out, jobs, device, track)
             if any(option is not None for option in others) or quick or noisy:
-                raise StudyError("--resume goes on with a run as it was begun; it takes no other option")
+                raise StudyError("--resume goes on with a run as it was begun; it takes no other option but --on")
             folder = RunFolder(resume)
-            plan = folder.plan()
+            plan = placed(folder.plan(), on, address)
             if name not in (None, plan.study):
                 raise StudyError(f"{resume} is a run of {plan.study!r}, not of {name!r}")
-            _device(plan.device)
+            device_of(plan.device)
         else:
             assert name is not None
             text = settings_of(setting or [])
             text |= {"noisy": "true"} if noisy else {}
             text |= {} if epochs is None else {"epochs": str(epochs)}
-            plan = _plan(name, model, seeds, steps, text, quick, jobs or 1, device)
+            plan = make_plan(name, model, seeds, steps, text, quick, jobs or 1, device, track or ())
+            plan = placed(plan, on, address)
             default = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
             folder = RunFolder.create(out or default, plan)
-    run(folder, plan)
+        if team.size > 1 and (plan.jobs > 1 or plan.on != HERE):
+            raise StudyError("torchrun: one trial is trained at a time, so without --jobs and --on")
+        team.same(plan)
+        run(folder, plan)
 
 
 def run(folder: RunFolder, plan: Plan) -> None:
@@ -92,17 +110,17 @@ def run(folder: RunFolder, plan: Plan) -> None:
 
     again = f"fastmod study --resume {shlex.quote(str(folder.path))}"
     _say_what_is_missing()
-    with _clear_errors(f"; go on with: {again}"), signals.terminations_raise():
+    with clear_errors(f"; go on with: {again}"), signals.terminations_raise():
         try:
             with Display(console, len(plan.trials())) as display:
                 records = engine.run(folder, plan, display)
             rows = report.finish(folder, plan, records)
         except (engine.Interrupted, KeyboardInterrupt) as stop:
             saved = ", everything is saved" if isinstance(stop, engine.Interrupted) else ""
-            _say(f"stopped{saved}; go on with:\n  {again}")
+            say(f"stopped{saved}; go on with:\n  {again}")
             raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None  # as shells count
         console.print(table(registry.get(plan.study).paper, rows, ascii_only=console.options.ascii_only))
-        _say(f"report: {folder.report_file}")
+        say(f"report: {folder.report_file}")
 
 
 def _say_what_is_missing() -> None:
@@ -110,7 +128,7 @@ def _say_what_is_missing() -> None:
     wanted = {"figures": "matplotlib", "TensorBoard events": "tensorboard"}
     missing = " and ".join(f"no {what}" for what, package in wanted.items() if find_spec(package) is None)
     if missing:
-        _say(f'{missing}: pip install "fastmod[study]" adds them')
+        say(f'{missing}: pip install "fastmod[study]" adds them')
 
 
 def live(
@@ -122,15 +140,15 @@ def live(
     from fastmod.studies.blocks import live as show
 
     _say_what_is_missing()
-    with _clear_errors():
+    with clear_errors():
         plan = show.plan(seed)
         folder = RunFolder.create(out or Path("runs") / f"live-{datetime.datetime.now():%Y%m%d-%H%M%S}", plan)
         with Display(console, len(plan.trials())) as display:
             rows, summary = show.run(folder, plan, display)
     console.print(table(registry.get(plan.study).paper, rows, ascii_only=console.options.ascii_only))
-    _say(summary)
-    _say(f"report: {folder.report_file}")
-    _say(f"look inside: fastmod inspect {shlex.quote(str(folder.path))}")
+    say(summary)
+    say(f"report: {folder.report_file}")
+    say(f"look inside: fastmod inspect {shlex.quote(str(folder.path))}")
 
 
 def inspect(
@@ -140,11 +158,11 @@ def inspect(
     """Draw the routing and gate weights of a trained SMFR as heat maps, one row per task."""
     from fastmod.runs import inspection
 
-    with _clear_errors():
+    with clear_errors():
         path, lines = inspection.inspect(RunFolder(run), trial)
     for line in lines:
-        _say(line)
-    _say(f"heat maps: {path}" if path else 'no heat maps: pip install "fastmod[study]" adds them')
+        say(line)
+    say(f"heat maps: {path}" if path else 'no heat maps: pip install "fastmod[study]" adds them')
 
 
 def show(
@@ -158,15 +176,15 @@ def show(
     from fastmod.runs import draw
     from fastmod.tasks import show as sheets
 
-    with _clear_errors():
+    with clear_errors():
         path = out or Path(f"{task}.png")
         if path.suffix.lower() != ".png":
             raise StudyError(f"--out {path}: expected a name that ends in .png")
         draw.save(sheets.sheet(task, n, seed, settings_of(setting or [])), path)
-    _say(f"{n} images of {task}, seed {seed}: {path}")
+    say(f"{n} images of {task}, seed {seed}: {path}")
 
 
-def _plan(
+def make_plan(
     name: str,
     chosen: list[str] | None,
     seeds: str | None,
@@ -175,8 +193,10 @@ def _plan(
     quick: bool,
     jobs: int,
     device: str | None,
+    track: Sequence[str] = (),
 ) -> Plan:
     study = registry.get(name)
+    tracking.check(track)
     for model in chosen or []:
         if model not in study.models:
             raise StudyError(f"--model {model}: {name} has {', '.join(study.models)}")
@@ -192,14 +212,36 @@ def _plan(
         models=list(dict.fromkeys(chosen or study.default_models)),
         seeds=seeds_of(seeds or ("0" if quick else study.default_seeds)),
         settings=asdict(config),
-        device=_device(device),
+        device=device_of(device),
         threads=max(1, torch.get_num_threads() // jobs),
         jobs=jobs,
-        versions={"fastmod": metadata.version("fastmod"), "torch": torch.__version__},
+        versions=versions(),
+        track=list(dict.fromkeys(track)),
     )
 
 
-def _device(name: str | None) -> str:
+def placed(plan: Plan, on: str | None, address: str | None) -> Plan:
+    """The plan, to be run where ``--on`` and ``--address`` say; where they say nothing, as it is."""
+    if on not in (None, HERE, RAY):
+        raise StudyError(f"--on {on}: expected {HERE} or {RAY}")
+    on = on or (RAY if address else plan.on)
+    if on == RAY and find_spec("ray") is None:
+        raise StudyError('--on ray: the package ray is missing; pip install "fastmod[ray]"')
+    if on == HERE and address:
+        raise StudyError(f"--address {address}: expected --on {RAY} with it")
+    return replace(plan, on=on, address=None if on == HERE else address or plan.address)
+
+
+def versions() -> dict[str, str]:
+    """Of the code that a run is made with."""
+    found = {"fastmod": metadata.version("fastmod"), "torch": torch.__version__}
+    with contextlib.suppress(checkout.BenchError):  # not a checkout
+        sha, dirty = checkout.commit(checkout.root())
+        found["commit"] = sha + (" with changes" if dirty else "")
+    return found
+
+
+def device_of(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 from collections.abc import Mapping, Sequence
@@ -106,7 +107,11 @@ def _as(value: Any, kind: Any) -> Any:
     if get_origin(kind) in (types.UnionType,):  # "int | None"
         if value is None or value == "none":
             return None
-        return _as(value, next(k for k in get_args(kind) if k is not type(None)))
+        *others, last = (k for k in get_args(kind) if k is not type(None))
+        for other in others:  # "float | str": the first that fits
+            with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError):
+                return _as(value, other)
+        return _as(value, last)
     if get_origin(kind) is tuple:
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(_as(part, get_args(kind)[0]) for part in parts)

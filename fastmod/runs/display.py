@@ -16,10 +16,10 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Display:
-    """A listener of the engine; a context manager."""
+    """A listener of the engine; a context manager. ``keep``: bars of trials that are done stay."""
 
-    def __init__(self, console: Console, trials: int) -> None:
-        self._console, self._trials = console, trials
+    def __init__(self, console: Console, trials: int, *, keep: bool = True) -> None:
+        self._console, self._trials, self._keep = console, trials, keep
         self._live = _bars(console) if console.is_terminal else None
         self._rows: dict[str, bars.TaskID] = {}
         self._shown: dict[str, float] = {}
@@ -54,7 +54,7 @@ class Display:
             self._rows[now.key] = live.add_task(now.key, total=now.steps, completed=now.step, metrics="", rate="")
         live.update(
             self._rows[now.key], completed=now.step, total=now.steps, metrics=self._metrics(now.key),
-            rate=_speed(now.rate),
+            rate=_speed(now.rate), visible=self._keep or not now.finished,
         )  # fmt: skip
 
     def _metrics(self, key: str) -> str:

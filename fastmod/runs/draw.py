@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 #: One colour per model, the same in every figure; chosen to be told apart without colour vision.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+MOST_GROUPS = len(_COLOURS)
 
 
 def available() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ except ImportError:  # not a POSIX system: runs are not guarded against a second
     fcntl = None  # type: ignore[assignment]
 
 
+HERE, RAY = "here", "ray"
+
+
 @dataclass(frozen=True)
 class Plan:
     """config.json: what is run, complete, so that resuming needs nothing else."""
@@ -33,6 +37,9 @@ class Plan:
     threads: int = 1  # of torch, in each job: sums depend on it in the last bit
     jobs: int = 1
     versions: dict[str, str] = field(default_factory=dict)
+    track: list[str] = field(default_factory=list)  # trackers, see tracking.py
+    on: str = HERE  # where trials run: on this machine, or "ray"
+    address: str | None = None  # of the Ray cluster; None: the one of this machine, or a new one
 
     def trials(self) -> list[tuple[str, int]]:
         """(model, seed), in the order they are run."""
@@ -41,9 +48,10 @@ class Plan:
     def sound(self) -> bool:
         """Whether the values are of the types they should be, after reading."""
         return (
-            all(isinstance(value, str) for value in (self.study, self.device))
-            and all(isinstance(value, list) for value in (self.models, self.seeds))
-            and all(isinstance(model, str) for model in self.models)
+            all(isinstance(value, str) for value in (self.study, self.device, self.address or ""))
+            and all(isinstance(value, list) for value in (self.models, self.seeds, self.track))
+            and all(isinstance(name, str) for name in (*self.models, *self.track))
+            and self.on in (HERE, RAY)
             and all(isinstance(count, int) for count in (*self.seeds, self.threads, self.jobs))
             and isinstance(self.settings, dict)
             and min(self.threads, self.jobs) > 0
@@ -57,6 +65,11 @@ class Plan:
 
 def trial_key(model: str, seed: int) -> str:
     return f"{model}-s{seed}"
+
+
+def file_name(text: str) -> str:
+    """Without what a file system or a shell may mind."""
+    return re.sub(r"[^\w.=-]+", "_", text)
 
 
 class RunFolder:
@@ -77,10 +90,13 @@ class RunFolder:
                 f"--out {path}: exists and is not an empty folder; use --resume {path} to go on with a run"
             )
         folder = RunFolder(path)
-        for sub in (folder.checkpoints, folder.figures, folder.metrics_folder):
-            sub.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_atomically(path / "config.json", json.dumps(asdict(plan), indent=2).encode())
+        folder.lay_out(plan)
         return folder
+
+    def lay_out(self, plan: Plan) -> None:
+        for sub in (self.checkpoints, self.figures, self.metrics_folder):
+            sub.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_atomically(self.path / "config.json", json.dumps(asdict(plan), indent=2).encode())
 
     @property
     def checkpoints(self) -> Path:
@@ -134,10 +150,15 @@ class RunFolder:
         earlier = [self.path / "metrics.jsonl"] if (self.path / "metrics.jsonl").exists() else []
         return [*earlier, *sorted(self.metrics_folder.glob("*.jsonl"))]
 
-    def rewind(self, steps: Mapping[str, int]) -> None:
-        """Drop what was measured after the checkpoints: it is going to be measured again. ``steps``: trial -> step."""
+    def rewind(self, steps: Mapping[str, int], only: str | None = None) -> None:
+        """Drop what was measured after the checkpoints: it is going to be measured again. ``steps``: trial -> step;
+        ``only``: the trial that it is about."""
         for file in self._metrics_files():
-            kept = [line for line in _lines(file) if line["step"] <= steps.get(line["trial"], -1)]
+            kept = [
+                line
+                for line in _lines(file)
+                if line["step"] <= steps.get(line["trial"], -1) or only not in (None, line["trial"])
+            ]
             content = "".join(json.dumps(line) + "\n" for line in kept).encode()
             if content != file.read_bytes():
                 checkpoint.write_atomically(file, content)

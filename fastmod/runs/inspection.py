@@ -18,8 +18,9 @@ from fastmod.studies import registry
 
 
 def inspect(folder: RunFolder, key: str | None = None) -> tuple[Path | None, list[str]]:
-    """Draws figures/routing-<trial>.png; its path (None without matplotlib), and a line per task on what the first
-    layer reads."""
+    """Draws figures/routing-<trial>.png and, if gates were recorded, gates-<trial>.png: their means over time. The path
+    of the first (None without matplotlib), and lines: per task what the first layer reads, per layer how its gates
+    went."""
     plan = folder.plan()
     study = registry.get(plan.study)
     if not study.blocks[0]:
@@ -34,12 +35,30 @@ def inspect(folder: RunFolder, key: str | None = None) -> tuple[Path | None, lis
         layers = [(r.weights.float().mean(0).cpu(), r.gates.float().mean(0).cpu()) for r in trial.model.routing()]
         rows.append((task, _panels(study, layers)))
         lines.append(f"{task}: {_most_read(study, layers[0][0])}")
+    history = _gates(folder, key)
+    for layer, curves in history.items():
+        for _, values in curves.values():
+            lines.append(f"gates of {layer}: {values[0]:.2f} at first, {values[-1]:.2f} in the end")
     if not draw.available():
         return None, lines
     path = folder.figures / f"routing-{key}.png"
     folder.figures.mkdir(exist_ok=True)
     draw.save(draw.heat_maps(rows), path)
+    if history:
+        draw.save(draw.curves(history, "mean gate"), folder.figures / f"gates-{key}.png")
     return path, lines
+
+
+def _gates(folder: RunFolder, key: str) -> dict[str, dict[int, tuple[list[float], list[float]]]]:
+    """Layer -> seed -> (steps, its mean gate), of one trial, from its metrics."""
+    found: dict[str, dict[int, tuple[list[float], list[float]]]] = {}
+    for line in folder.metrics():
+        for name in (name for name in line if line["trial"] == key and name.startswith("gate_")):
+            layer = found.setdefault(f"layer {name.removeprefix('gate_')}", {})
+            steps, values = layer.setdefault(line["seed"], ([], []))
+            steps.append(line["step"])
+            values.append(line[name])
+    return found
 
 
 def _smfr_of(study: Study, plan: Plan, folder: RunFolder, key: str | None) -> tuple[str, Trial]:

@@ -11,7 +11,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from fastmod.runs import checkpoint, draw
-from fastmod.runs.config import changed
+from fastmod.runs.config import StudyError, changed
 from fastmod.runs.folder import Plan, RunFolder
 from fastmod.runs.study import Outcome, Record, Row, Study
 from fastmod.studies import registry
@@ -50,9 +50,7 @@ def finish(
 ) -> list[Row]:
     """Write result.json, figures/*.png and report.html; the table's rows."""
     study = registry.get(plan.study)
-    outcome = Outcome(changed(study.defaults, plan.settings), records, folder.metrics())
-    rows = study.table(outcome)
-    checkpoint.write_atomically(folder.result_file, _result(plan, study, records, rows).encode())
+    outcome, rows = write_result(folder, plan, records)
     figures = []
     drawn = {**(more_figures or {}), **study.figures(outcome)} if draw.available() else {}
     for stem, (figure, caption) in drawn.items():
@@ -62,6 +60,15 @@ def finish(
     page = _page(plan, study, records, rows, figures, remarks)
     checkpoint.write_atomically(folder.report_file, page.encode())
     return rows
+
+
+def write_result(folder: RunFolder, plan: Plan, records: list[Record]) -> tuple[Outcome, list[Row]]:
+    """result.json alone."""
+    study = registry.get(plan.study)
+    outcome = Outcome(changed(study.defaults, plan.settings), records, folder.metrics())
+    rows = study.table(outcome)
+    checkpoint.write_atomically(folder.result_file, _result(plan, study, records, rows).encode())
+    return outcome, rows
 
 
 def _result(plan: Plan, study: Study, records: list[Record], rows: list[Row]) -> str:
@@ -116,4 +123,12 @@ def _page(
 
 
 def read_result(folder: RunFolder) -> dict[str, Any]:
-    return json.loads(folder.result_file.read_text())
+    try:
+        found = json.loads(folder.result_file.read_text())
+        if not isinstance(found, dict) or not found.keys() >= {"study", "config", "table", "trials"}:
+            raise ValueError("not the result of a study")
+        return found
+    except FileNotFoundError:
+        raise StudyError(f"{folder.path}: not finished, it has no result.json") from None
+    except (ValueError, RecursionError) as error:
+        raise StudyError(f"{folder.result_file}: damaged ({error})") from None

@@ -34,6 +34,15 @@ class Record:
         return f"{self.model}-s{self.seed}"
 
 
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean; None for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def shown(mean: float, error: float | None) -> str:
+    return f"{mean:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
 @dataclass(frozen=True)
 class Row:
     """One figure of the paper beside ours. ``values``: ours, one per trial, or one of all ``of`` trials together."""
@@ -57,13 +66,13 @@ class Row:
     @property
     def error(self) -> float | None:
         """Standard error of the mean; None for a single trial."""
-        return statistics.stdev(self.values) / math.sqrt(len(self.values)) if len(self.values) > 1 else None
+        return standard_error(self.values)
 
     @property
     def ours(self) -> str:
         if not self.values:
             return "-"
-        return f"{self.mean:.3f}" + ("" if self.error is None else f" ± {self.error:.3f}")
+        return shown(self.mean, self.error)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,10 @@ class Outcome:
         return Row(name, paper, values, steps, sum(record.seconds for record in records) / 60, note)
 
 
+#: Settings that say how a run goes, and nothing of what comes out.
+_BOOKKEEPING = ("paper", "data", "chunk", "evaluate_every", "checkpoint_seconds")
+
+
 class Study(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
@@ -107,6 +120,10 @@ class Study(ABC):
     quick: ClassVar[dict[str, Any]]  # settings of --quick: minutes instead of hours, nothing to conclude from
     #: Model -> the paper's settings for it, where ``config.paper`` asks for them.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: Name -> setting -> values: grids for ``fastmod sweep STUDY --grid NAME``, such as those that a paper searched.
+    grids: ClassVar[Mapping[str, Mapping[str, Sequence[Any]]]] = {}
+    #: The measure of a trial by which ``fastmod sweep --best`` picks; validation, not what is reported.
+    criterion: ClassVar[str] = "accuracy"
     #: Names of input and output blocks, for inspection; without any, the study has nothing to inspect.
     blocks: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
 
@@ -117,15 +134,25 @@ class Study(ABC):
         """The settings as a model is trained with them."""
         return changed(config, self.presets.get(model, {})) if getattr(config, "paper", False) else config
 
+    def setting(self, config: Any, model: str) -> str:
+        """Whether a model is trained as in the paper, and where not."""
+        if model not in self.presets:
+            return "not held against the paper's setting"
+        ours, theirs = self.config_of(config, model), self.presets[model]
+        # What the preset leaves open is the paper's, as far as is known, where it is the study's default.
+        theirs = {**{k: v for k, v in vars(self.defaults).items() if k not in _BOOKKEEPING}, **theirs}
+        apart = [f"{k} {getattr(ours, k)} ({v})" for k, v in theirs.items() if getattr(ours, k) != v]
+        return f"not the paper's setting: {', '.join(apart)}" if apart else "the paper's setting"
+
     @abstractmethod
     def trial(self, config: Any, model: str, seed: int, device: torch.device) -> Trial: ...
 
     @abstractmethod
     def table(self, outcome: Outcome) -> list[Row]: ...
 
-    @abstractmethod
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         """File stem -> (figure, caption)."""
+        return {}
 
     def examples(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
         """Task -> input blocks ``[B, M, D]``, for inspection."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.optim import Adam
+from fastmod.runs import parallel
 from fastmod.runs.config import Config, StudyError
 
 
@@ -65,19 +66,26 @@ class Trial(ABC):
         """What the table needs of a finished trial; by default its last metrics."""
         return last
 
+    def masks(self) -> dict[str, dict[str, Tensor]]:
+        """Task -> parameter -> bool, of a trial that learns masks."""
+        return {}
+
     def chunk(self) -> Tensor:
         """Train for ``config.chunk`` steps; the mean loss, still on the device so that nothing waits for it."""
         begin = self.step
         data = self.batches(self.generator("data", self.step))
         total = torch.zeros((), device=self.device)
-        for batch in zip(*data, strict=True):
-            loss = self.loss(*batch)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            total += loss.detach()
-            self.step += 1
-        return total / (self.step - begin)
+        team = parallel.team
+        with team.noise():
+            for batch in zip(*data, strict=True):
+                loss = self.loss(*team.part(batch))
+                loss.backward()
+                team.average(self.optimizer)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                total += loss.detach()
+                self.step += 1
+        return team.mean(total / (self.step - begin))
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:

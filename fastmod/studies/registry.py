@@ -23,11 +23,17 @@ _OWN = {
     "mask-doubleadd": "fastmod.studies.masks.doubleadd:MaskDoubleAdd",
     "mask-permuted-mnist": "fastmod.studies.masks.permuted_mnist:MaskPermutedMNIST",
     "mask-cifar": "fastmod.studies.masks.cifar:MaskCifar",
+    "mask-beta": "fastmod.studies.masks.sensitivity:MaskBeta",
+    "mask-stability": "fastmod.studies.masks.stability:MaskStability",
     "mask-scan": "fastmod.studies.masks.scan:MaskScan",
     "mask-math": "fastmod.studies.masks.math:MaskMath",
     "resmix-pentomino": "fastmod.studies.resmix.pentomino:ResMixPentomino",
     "resmix-parity": "fastmod.studies.resmix.parity:ResMixParity",
     "resmix-cifar": "fastmod.studies.resmix.cifar:ResMixCifar",
+    "comp-single": "fastmod.studies.comp.single:CompSingle",
+    "comp-multitask": "fastmod.studies.comp.multitask:CompMultitask",
+    "comp-transfer": "fastmod.studies.comp.transfer:CompTransfer",
+    "comp-adapt": "fastmod.studies.comp.adapt:CompAdapt",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ COLOURS = (
     (255, 0, 255), (0, 255, 255), (255, 128, 0), (160, 96, 255), (160, 160, 160),
 )  # fmt: skip
 _SOME = 2048  # images whose pixels are computed at once
+_FINE = 256  # steps between two pixels, at which an image is read
 
 
 class Labelled(NamedTuple):
@@ -74,3 +76,30 @@ def paste(shapes: Tensor, blocks: Tensor, colours: Tensor, grid: int) -> Tensor:
         image = torch.arange(len(bright))[:, None]
         images[some][image, :, blocks[some] // grid, :, blocks[some] % grid, :] = bright
     return images.view(n, 3, grid * side, grid * side)
+
+
+def resampling(row: Tensor, column: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """How an image of ``side`` x ``side`` pixels is read at points ``[P]`` between its pixels: for each point, the four
+    pixels around it, ``[4, P]``, and their shares, of 256 * 256; pixel ``side * side`` is beyond the edge.
+
+    In whole numbers, so that every machine and every number of threads makes the same images.
+    """
+    row_share, column_share = ((x - x.floor()).mul(_FINE).round().int() for x in (row, column))
+    places, shares = [], []
+    for below in (0, 1):
+        for beside in (0, 1):
+            r, c = row.floor().long() + below, column.floor().long() + beside
+            inside = (r >= 0) & (r < side) & (c >= 0) & (c < side)
+            places.append(torch.where(inside, r * side + c, side * side))
+            shares.append(
+                (row_share if below else _FINE - row_share) * (column_share if beside else _FINE - column_share)
+            )
+    return torch.stack(places), torch.stack(shares)
+
+
+def resampled(images: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """Images uint8 ``[n, side, side]`` read as :func:`resampling` says, at the points of a square: ``[n, S, S]``."""
+    size = math.isqrt(places.shape[1])
+    padded = torch.cat([images.flatten(1), images.new_zeros(len(images), 1)], 1).int()
+    total = sum(padded[:, place] * share for place, share in zip(places, shares, strict=True))
+    return torch.as_tensor(total).add(_FINE**2 // 2).div(_FINE**2, rounding_mode="floor").view(-1, size, size).byte()

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from fastmod.data.idx import DataError
 from fastmod.data.mnist import mnist
-from fastmod.tasks.drawing import COLOURS, Labelled, check, choices, different, paste
+from fastmod.tasks.drawing import COLOURS, Labelled, check, choices, different, paste, resampled, resampling
 
 SPLITS = ("train", "valid", "test")
 SIZES = (20, 22, 24, 26, 28)
 ANGLES = (0, 5, 10, 15, 20, 25, 30)  # degrees, counterclockwise
 GRID, BLOCK, SIDE = 2, 32, 28
 DIGITS = 2
-_FINE = 256  # steps between two pixels, at which a digit is read
 
 
 class Scene(NamedTuple):
@@ -58,35 +57,18 @@ def digits_of(split: str, root: str | os.PathLike[str] | None = None, *, verify:
 
 @functools.cache
 def _resampling(size: int, angle: int) -> tuple[Tensor, Tensor]:
-    """How a digit of 28 x 28 pixels becomes one of ``size`` x ``size``, turned: for each pixel, the four around the
-    point that it shows, ``[4, size * size]``, and their shares, of 256 * 256; pixel 784 is beyond the edge.
-
-    In whole numbers, so that every machine and every number of threads makes the same images.
-    """
+    """How a digit of 28 x 28 pixels becomes one of ``size`` x ``size``, turned; see :func:`resampling`."""
     along = (torch.arange(size, dtype=torch.float64) + 0.5) * (SIDE / size) - SIDE / 2
     down, right = along[:, None], along[None, :]
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
     row = (cos * down + sin * right + SIDE / 2 - 0.5).flatten()
     column = (cos * right - sin * down + SIDE / 2 - 0.5).flatten()
-    row_share, column_share = ((x - x.floor()).mul(_FINE).round().int() for x in (row, column))
-    places, shares = [], []
-    for below in (0, 1):
-        for beside in (0, 1):
-            r, c = row.floor().long() + below, column.floor().long() + beside
-            inside = (r >= 0) & (r < SIDE) & (c >= 0) & (c < SIDE)
-            places.append(torch.where(inside, r * SIDE + c, SIDE * SIDE))
-            shares.append(
-                (row_share if below else _FINE - row_share) * (column_share if beside else _FINE - column_share)
-            )
-    return torch.stack(places), torch.stack(shares)
+    return resampling(row, column, SIDE)
 
 
 def turned(digits: Tensor, size: int, angle: int) -> Tensor:
     """Digits uint8 ``[g, 28, 28]`` scaled and turned: uint8 ``[g, size, size]``."""
-    places, shares = _resampling(size, angle)
-    padded = torch.cat([digits.flatten(1), digits.new_zeros(len(digits), 1)], 1).int()
-    total = sum(padded[:, place] * share for place, share in zip(places, shares, strict=True))
-    return torch.as_tensor(total).add(_FINE**2 // 2).div(_FINE**2, rounding_mode="floor").view(-1, size, size).byte()
+    return resampled(digits, *_resampling(size, angle))
 
 
 def scene(n: int, seed: int, classes: Tensor) -> Scene:

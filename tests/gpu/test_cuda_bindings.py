@@ -78,14 +78,27 @@ def test_bound_sample_mask_refuses(bindings: Any) -> None:
         bindings.sample_mask_backward(random(2, 4, 3), logits, None, *noise, 1.0, logits[1:])
 
 
+def test_bound_masked_linear_uses_tf32_where_torch_allows_it(bindings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, grad, seed = random(32, 64), random(24, 64, seed=1), random(32, 24, seed=2), torch.tensor(SEED)
+    sure = torch.full_like(weight, 50.0)  # every weight is kept
+    exact = [x.double() @ weight.double().T, grad.double() @ weight.double(), grad.double().T @ x.double()]
+    errors = []
+    for allowed in (False, True):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        found = bindings.masked_linear_forward(x, weight, sure, None, seed, 2, 0)
+        gradients = bindings.masked_linear_backward(grad, x, weight, sure, seed, 2, 1.0, [True, True, False], 0)
+        got = [found, gradients[0], gradients[1]]
+        errors.append([(a - b).abs().max().item() for a, b in zip(got, exact, strict=True)])
+    for precise, coarse, values in zip(*errors, exact, strict=True):
+        assert 20 * precise < coarse < 2**-9 * values.abs().max().item()
+
+
 def test_bound_masked_linear_refuses(bindings: Any) -> None:
     x, weight, seed = random(4, 3), random(5, 3), torch.tensor(SEED)
     with pytest.raises(ValueError, match=r"biases: expected \[2, 5\]"):
         bindings.masked_linear_forward(x, weight, weight, random(5), seed, 2, 0)
     with pytest.raises(ValueError, match="multiple of 3 samples"):
         bindings.masked_linear_forward(x, weight, weight, None, seed, 3, 0)
-    with pytest.raises(ValueError, match="x: expected at most 64 rows a sample, got 65"):
-        bindings.masked_linear_forward(random(65, 3), weight, weight, None, seed, 1, 0)
     with pytest.raises(ValueError, match="grad: expected"):
         bindings.masked_linear_backward(random(4, 4), x, weight, weight, seed, 2, 1.0, [True] * 3, 0)
     with pytest.raises(ValueError, match="tau: expected a number > 0"):

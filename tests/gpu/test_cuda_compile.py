@@ -12,6 +12,8 @@ from fastmod.gpu import cuda_part, discover, resources, tools
 from fastmod.gpu.targets import TARGETS, USUAL, torch_list
 
 FILES = discover.cuda_files()
+#: All kernels of these are products of matrices.
+ON_TENSOR_CORES = ("masked_linear", "masked_linear_weight")
 NVIDIA = [name for name, target in TARGETS.items() if target.nvidia]
 
 
@@ -44,13 +46,16 @@ def test_compiles_without_spills(name: str, target: str, tmp_path: Path) -> None
         assert needs.spills == 0, (symbol, needs)
         assert 0 < needs.registers <= 255, (symbol, needs)
         assert needs.shared <= 48 * 1024, (symbol, needs)
+        if name in ON_TENSOR_CORES and target != "sm_75":  # which knows neither tf32 nor bf16
+            assert needs.tensor_core > 0, (symbol, needs)
 
 
 @pytest.mark.parametrize(
     ("file", "kernel", "count"),
     [
         ("sample_mask", "forward_kernel", 8),  # four dtypes, one or four weights a thread
-        ("masked_linear", "thresholds_kernel", 4),
+        ("masked_linear", "product_kernel", 6),  # three dtypes, forward and backward
+        ("masked_linear_weight", "weight_kernel", 3),
     ],
 )
 def test_masks_are_drawn_unfused(file: str, kernel: str, count: int, nvcc: str, tmp_path: Path) -> None:
@@ -66,9 +71,9 @@ def test_masks_are_drawn_unfused(file: str, kernel: str, count: int, nvcc: str, 
     }
     assert len(kernels) == count
     for name, body in kernels.items():
-        assert "mul.rn.f32" in body and "div.rn.f32" in body, name
-        # ptxas could still fuse a sum without a rounding mode; the product mask * weight meets no sum
-        assert not re.search(r"\bfma\.|\b(add|sub)\.(ftz\.)?f32", body), name
+        # Of every threshold 8 products and 9 sums, which ptxas does not fuse as they have a rounding mode.
+        products, sums = body.count("mul.rn.f32"), body.count("add.rn.f32")
+        assert "div.rn.f32" in body and products > 0 and 9 * products == 8 * sums, (name, products, sums)
 
 
 SPILLING = """

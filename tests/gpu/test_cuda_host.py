@@ -41,6 +41,7 @@ from tests.helpers.cuda_host.checks import (
     random,
 )
 from tests.helpers.cuda_host.masked_linear import MaskedLinear, check_masked_linear
+from tests.helpers.cuda_host.mixtures import check_entropy, check_mix, check_mixtures
 
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
 
@@ -121,8 +122,10 @@ def test_sample_mask(plain: Harness, case: Mask) -> None:
 
 # ---- masked_linear
 
-#: The thresholds, which ops do not show; the seed in device memory, as on a GPU.
+#: The seed in device memory, as on a GPU; later samples of the noise; many rows, whose tiles warps share.
 MASKED_LINEAR = [
+    *[MaskedLinear((100, 40, 36), dtype, samples=3, first=5) for dtype in FLOAT_DTYPES],
+    MaskedLinear((33, 70, 37), first=2**31),
     *[MaskedLinear((5, 9, 8), dtype, samples=3, tau=0.5, biased=False, pointer=True) for dtype in FLOAT_DTYPES],
     *[MaskedLinear((33, 70, 36), dtype) for dtype in FLOAT_DTYPES],
     *[MaskedLinear((4, 6, 8), needs=needs) for needs in [(True, False), (False, True)]],
@@ -133,12 +136,6 @@ MASKED_LINEAR = [
 @pytest.mark.parametrize("case", MASKED_LINEAR, ids=MaskedLinear.id)
 def test_masked_linear(plain: Harness, case: MaskedLinear) -> None:
     check_masked_linear(plain, case, DRAWS)
-
-
-def test_masked_linear_refuses_many_rows(plain: Harness) -> None:
-    with pytest.raises(LaunchError) as raised:
-        check_masked_linear(plain, MaskedLinear((65, 3, 4)))
-    assert raised.value.code == 1
 
 
 # ---- mfnnr
@@ -186,6 +183,25 @@ def test_mfnnr_refuses_what_does_not_fit(plain: Harness) -> None:
         assert raised.value.code == 1
 
 
+# ---- norm_pool, template_mix and its penalties
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_mixtures(plain: Harness, dtype: torch.dtype) -> None:
+    check_mixtures(plain, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(215, 32, 40), (3, 700, 40), (4, 1030, 20)], ids=str)
+def test_template_mix_beyond_the_shared_memory(plain: Harness, sizes: tuple[int, int, int]) -> None:
+    """Weights of all rows, the gradient of all rows, weights of sixteen rows."""
+    check_mix(plain, sizes, F32, 0)
+
+
+def test_entropy_of_many_rows(plain: Harness) -> None:
+    """Partial results are added up in two steps."""
+    check_entropy(plain, 16 * 33, 2, F32)
+
+
 # ---- sanitizers: the same checks, on small grids
 
 
@@ -199,6 +215,7 @@ def check_everything(harness: Harness, dtypes: Sequence[torch.dtype]) -> None:
         check_mask(harness, Mask(1028, dtype, samples=2, tau=0.5))
         check_masked_linear(harness, MaskedLinear((34, 66, 37), dtype, pointer=True))
         check_masked_linear(harness, MaskedLinear((5, 9, 68), dtype, tau=0.5, biased=False))
+        check_mixtures(harness, dtype)
     for dtype in (F32, F64):
         check_mfnnr(harness, SMALL_MFNNR._replace(dtype=dtype))
     check_mfnnr(harness, Mfnnr((3, 5, 13, 11), (128,), (), mode=ARGMAX, context=False))

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,6 +79,7 @@ def chosen(backend: Backend) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if backend.name.startswith("native-"):
             module = fastmod._extension.MODULE
+            assert module is not None, fastmod._extension.STATUS
             module.set_cpu_isa(backend.name.removeprefix("native-"))
             stack.callback(module.set_cpu_isa, module.best_cpu_isa())
         if backend is CUDA_HOST:
@@ -138,10 +138,6 @@ def _cuda_host(direct: bool = False) -> Iterator[None]:
                 if name not in ("set_order", "forbidden"):
                     run = with_defaults if direct else in_each_order
                     library.impl(name, partial(run, name, function), "CPU", allow_override=True)
-            # As on a GPU, where a stack has no kernel of its own.
-            stack = import_module("fastmod.ops.smfr")
-            library.impl("smfr_forward", partial(stack._forward_by_layers, False), "CPU", allow_override=True)
-            library.impl("smfr_backward", partial(stack._backward_by_layers, False), "CPU", allow_override=True)
         yield
     finally:
         torch.backends.cudnn.allow_tf32 = tf32

@@ -16,10 +16,8 @@ from torch.utils._pytree import tree_leaves
 import fastmod
 from fastmod import ops
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
-from tests.helpers.backends import parameters
 
 NAN, INF = float("nan"), float("inf")
-native = pytest.mark.parametrize("backend", parameters("triton", "cuda"), indirect=True)
 everywhere = pytest.mark.parametrize("name", ["native", "reference"])
 by_power = pytest.mark.parametrize("squared", [False, True])
 SHAPES = [((16,), 4, 2000), ((3, 5), 17, 131), ((7,), 33, 1100), ((), 1, 5), ((3,), 2, 1), ((2, 3), 7, 67)]
@@ -50,7 +48,6 @@ def near(found: list[Tensor], expected: list[Tensor], relative: float) -> None:
         assert error <= relative * size, f"result {i}: error {error:.3g}, largest {size:.3g}"
 
 
-@native
 @by_power
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 @pytest.mark.usefixtures("backend")
@@ -58,7 +55,6 @@ def test_matches_fp64(shape: tuple[tuple[int, ...], int, int], squared: bool) ->
     assert_agrees(partial(ops.cluster_penalty, squared=squared), lambda: draw(*shape), draws=4)
 
 
-@native
 @by_power
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("backend")
@@ -68,7 +64,6 @@ def test_dtypes(dtype: torch.dtype, squared: bool) -> None:
     assert ops.cluster_penalty(*draw((3,), 5, 37, dtype)).dtype == expected
 
 
-@native
 @given(
     rows=st.sampled_from([0, 1, 5]),
     k=st.sampled_from([1, 2, 5, 9]),
@@ -202,7 +197,6 @@ def test_nothing_is_larger_than_the_bank(squared: bool, name: str) -> None:
     assert largest.numel == 6 * 500  # and the rows' [40, 6, 6] are less
 
 
-@native
 @by_power
 @pytest.mark.usefixtures("backend")
 def test_derivatives(squared: bool) -> None:
@@ -212,7 +206,6 @@ def test_derivatives(squared: bool) -> None:
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@native
 @pytest.mark.usefixtures("backend")
 def test_nan() -> None:
     for squared in (False, True):

@@ -13,10 +13,9 @@ from torch import Tensor
 import fastmod
 from fastmod import ops
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
-from tests.helpers.backends import parameters
 
 NAN, INF = float("nan"), float("inf")
-native = pytest.mark.parametrize("backend", parameters("triton", "cuda"), indirect=True)
+
 everywhere = pytest.mark.parametrize("name", ["native", "reference"])
 SHAPES = [(16, 4), (3, 5, 17), (300, 33), (1,), (5,), (2, 3, 1), (0, 3), (2, 0, 3)]
 
@@ -25,7 +24,6 @@ def plain(logits: Tensor) -> Tensor:
     return -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
 
 
-@native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.usefixtures("backend")
@@ -36,7 +34,6 @@ def test_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert ops.entropy_penalty(torch.zeros(shape, dtype=dtype)).dtype == expected
 
 
-@native
 @given(
     lead=st.lists(st.sampled_from([0, 1, 3, 19]), max_size=2),
     k=st.sampled_from([1, 2, 5, 19]),
@@ -111,7 +108,6 @@ def test_is_the_plain_formula(name: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, logits), torch.autograd.grad(plain(logits), logits))
 
 
-@native
 @pytest.mark.usefixtures("backend")
 def test_derivatives() -> None:
     logits = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

@@ -30,7 +30,7 @@ from tests.helpers.mask_cases import (
     threads,
     wrong_numbers,
 )
-from tests.ops.test_masked_linear import NAMES
+from tests.helpers.masked_linear import NAMES
 from tests.ops.test_sample_mask import by_reference, module
 
 # What torch.nn.functional.conv2d takes, in the form it takes it.
@@ -233,7 +233,7 @@ def test_nan_and_inf_travel_as_in_torch(where: int, value: float) -> None:
             out = layer(2, padding=1)(*leaves)
             results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
     torch.testing.assert_close(results[0][0], results[1][0], equal_nan=True)
-    # As in tests/test_masked_linear.py: not finite in the same places.
+    # As in test_masked_linear.py: not finite in the same places.
     for found, expected in zip(*results, strict=True):
         pair = [torch.nan_to_num(t, 1e30, 1e30, 1e30) for t in (found, expected)]
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)

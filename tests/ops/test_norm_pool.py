@@ -13,10 +13,10 @@ from torch import Tensor
 import fastmod
 from fastmod import ops
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
-from tests.helpers.backends import parameters, same_bits
+from tests.helpers.backends import same_bits
 
 NAN, INF = float("nan"), float("inf")
-native = pytest.mark.parametrize("backend", parameters("triton", "cuda"), indirect=True)
+
 everywhere = pytest.mark.parametrize("name", ["native", "reference"])
 by_relu = pytest.mark.parametrize("relu", [True, False])
 SHAPES = [(4, 1, 144, 8, 8), (2, 3, 5, 3, 2), (3, 2, 1, 1, 1), (2, 1, 17, 64, 48), (1, 2, 33, 11, 13)]
@@ -29,7 +29,6 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape).to(dtype), torch.randn(shape[1:3]).to(wide), torch.randn(shape[1:3]).to(wide)]
 
 
-@native
 @by_relu
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 @pytest.mark.usefixtures("backend")
@@ -37,7 +36,6 @@ def test_matches_fp64(shape: tuple[int, ...], relu: bool) -> None:
     assert_agrees(partial(ops.norm_pool, relu=relu), lambda: draw(*shape), draws=4)
 
 
-@native
 @by_relu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("backend")
@@ -45,7 +43,6 @@ def test_dtypes(dtype: torch.dtype, relu: bool) -> None:
     assert_agrees(partial(ops.norm_pool, relu=relu), lambda: draw(3, 2, 19, 5, 3, dtype=dtype))
 
 
-@native
 @given(
     b=st.sampled_from([0, 1, 3]),
     e=st.sampled_from([1, 2]),
@@ -66,7 +63,6 @@ def test_any_shape_and_layout(b, e, c, h, w, layouts, relu, seed) -> None:
     assert_agrees(partial(ops.norm_pool, relu=relu), inputs, grad_layout=layouts[3], scale=float(h * w))
 
 
-@native
 @pytest.mark.usefixtures("backend")
 def test_channels_innermost_and_not_agree_to_the_bit() -> None:
     x, scale, shift = draw(2, 3, 21, 5, 4)
@@ -79,7 +75,6 @@ def test_channels_innermost_and_not_agree_to_the_bit() -> None:
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
-@native
 @pytest.mark.usefixtures("backend")
 def test_as_convolution_norm_and_pool() -> None:
     """The mean of what torch's batch norm and relu give."""
@@ -91,7 +86,6 @@ def test_as_convolution_norm_and_pool() -> None:
     torch.testing.assert_close(found[:, 0], normed.relu().mean((-1, -2)))
 
 
-@native
 @by_relu
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.usefixtures("backend")
@@ -105,7 +99,6 @@ def test_not_finite_as_in_torch(value: float, relu: bool) -> None:
     assert_agrees(partial(ops.norm_pool, relu=relu), inputs)
 
 
-@native
 @pytest.mark.usefixtures("backend")
 def test_no_gradient_at_zero() -> None:
     x = torch.tensor([-1.0, 0.0, 2.0, 0.0]).view(1, 1, 1, 2, 2).requires_grad_()
@@ -116,7 +109,6 @@ def test_no_gradient_at_zero() -> None:
     assert [g.flatten().tolist() for g in found] == [[0.0, 0.0, 1.0, 0.0], [2.0], [1.0]]
 
 
-@native
 @by_relu
 @pytest.mark.usefixtures("backend")
 def test_derivatives(relu: bool) -> None:
@@ -126,7 +118,6 @@ def test_derivatives(relu: bool) -> None:
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@native
 @pytest.mark.usefixtures("backend")
 def test_one_gradient_is_what_all_are() -> None:
     values, grad = draw(3, 2, 19, 5, 3), torch.randn(3, 2, 19)

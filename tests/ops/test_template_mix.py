@@ -14,10 +14,9 @@ import fastmod
 from fastmod import ops
 from fastmod.ops.template_mix import MIXINGS
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
-from tests.helpers.backends import parameters, same_bits
+from tests.helpers.backends import same_bits
 
 NAN, INF = float("nan"), float("inf")
-native = pytest.mark.parametrize("backend", parameters("triton", "cuda"), indirect=True)
 by_mixing = pytest.mark.parametrize("mixing", MIXINGS)
 SHAPES = [((16,), 4, 2000), ((3, 5), 17, 131), ((7,), 33, 1100), ((150,), 32, 400), ((2,), 16, 64)]  # [..., K], P
 SMALL = [((), 1, 1), ((1,), 1, 5), ((3,), 5, 1), ((2, 3), 3, 67)]
@@ -28,7 +27,6 @@ def draw(lead: tuple[int, ...], k: int, p: int, dtype: torch.dtype = torch.float
     return [(torch.randn(*lead, k) * scale).to(dtype), torch.randn(k, p).to(dtype)]
 
 
-@native
 @by_mixing
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 @pytest.mark.usefixtures("backend")
@@ -36,7 +34,6 @@ def test_matches_fp64(shape: tuple[tuple[int, ...], int, int], mixing: str) -> N
     assert_agrees(partial(ops.template_mix, mixing=mixing), lambda: draw(*shape), draws=4)
 
 
-@native
 @by_mixing
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SMALL, ids=str)
@@ -45,7 +42,6 @@ def test_dtypes(shape: tuple[tuple[int, ...], int, int], dtype: torch.dtype, mix
     assert_agrees(partial(ops.template_mix, mixing=mixing), lambda: draw(*shape, dtype=dtype))
 
 
-@native
 @given(
     rows=st.sampled_from([0, 1, 5]),
     k=st.sampled_from([1, 2, 15, 19]),
@@ -66,7 +62,6 @@ def test_any_shape_layout_and_range(rows, k, p, layouts, mixing, scale, seed) ->
     assert_agrees(function, inputs, scale=float(max(p, 1)), grad_layout=layouts[2], draws=4)
 
 
-@native
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @by_mixing
 @pytest.mark.usefixtures("backend")
@@ -83,7 +78,6 @@ def test_logits_that_are_no_numbers(mixing: str, value: float) -> None:
             assert found[1].isnan().all()
 
 
-@native
 @pytest.mark.usefixtures("backend")
 def test_nan_in_the_bank_stays_in_its_column() -> None:
     logits, bank = draw((3,), 5, 70)
@@ -92,7 +86,6 @@ def test_nan_in_the_bank_stays_in_its_column() -> None:
     assert found[:, 7].isnan().all() and found.isnan().sum() == 3
 
 
-@native
 @by_mixing
 @pytest.mark.usefixtures("backend")
 def test_derivatives(mixing: str) -> None:
@@ -102,7 +95,6 @@ def test_derivatives(mixing: str) -> None:
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@native
 @pytest.mark.parametrize("k", [4, 20])
 @pytest.mark.usefixtures("backend")
 def test_one_gradient_is_what_both_are(k: int) -> None:

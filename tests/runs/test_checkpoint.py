@@ -357,7 +357,7 @@ def test_run_with_the_checkpoint_of_another_trial(tmp_path: Path, halfway: Path)
     assert_refused_untouched(run, "belongs to another run")
 
 
-@pytest.mark.parametrize("option", [("--seeds", "4"), ("--set", "lr=0.5"), ("--set", "restrict_always=false")])
+@pytest.mark.parametrize("option", [("--seeds", "4"), ("--set", "lr=0.5"), ("--set", "alternate_split=true")])
 def test_run_with_the_checkpoint_of_another_run(tmp_path: Path, halfway: Path, option: tuple[str, str]) -> None:
     other = tmp_path / "other"
     args = ("study", *arguments("doubleadd"), *option, "--out", other)

@@ -32,7 +32,7 @@ def test_models_map_blocks_to_blocks(name: str) -> None:
     model = models.build(models.ModelConfig(heads=4), name, 6, 5, 10)
     out = model(torch.randn(3, 6, 10))
     assert out.shape == (3, 5, 10)
-    (out.sum() + models.penalty(model)).backward()
+    (out.sum() + models.RangePenalty(models.ModelConfig(), 6, 5)(model, 3)).backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -51,7 +51,7 @@ def test_sizes() -> None:
     assert 15_000 < sizes[0] < 25_000 and 450_000 < sizes[1] < 550_000
     about_four_million = [
         sum(p.numel() for p in models.build(bpmnist.BPMNISTConfig(), name, 5, 1, 196).parameters())
-        for name in bpmnist.BPMNIST.models
+        for name in bpmnist.BPMNIST.default_models
     ]
     assert all(3.3e6 < size < 4.7e6 for size in about_four_million), about_four_million
 
@@ -166,7 +166,7 @@ def test_doubleadd_blocks() -> None:
 
 @pytest.mark.parametrize("always", [True, False])
 def test_doubleadd_trains_the_second_pair_restricted(always: bool) -> None:
-    config = changed(doubleadd.DoubleAddConfig(), {"restrict_always": always, "width": 2, "hidden": 8})
+    config = changed(doubleadd.DoubleAddConfig(), {"alternate_split": not always, "width": 2, "hidden": 8})
     blocks, goal = doubleadd.DoubleAddTrial(config, "SMFR_softmax", 0, CPU).batches(generator())
     digits = blocks.argmax(-1).flatten(0, 1)  # [N, 5]
     mixed = (digits[:, 2] < 5) != (digits[:, 3] < 5)
@@ -294,7 +294,7 @@ def test_bpmnist_bias_pulls_routing_to_the_inverse_for_its_steps_only() -> None:
     assert trial._routing_loss(blocks, task) < 0.1 < 1.0 < other._routing_loss(blocks, task)
     assert trial.metrics()["difference"] < 0.05
     scores = trial.model(blocks)[:, 0, :10]
-    plain = F.cross_entropy(scores, labels) + models.penalty(trial.model)
+    plain = F.cross_entropy(scores, labels) + trial.penalty(trial.model, len(blocks))
     torch.testing.assert_close(trial.loss(places, labels, task), plain)  # the bias is over
 
 

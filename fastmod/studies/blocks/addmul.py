@@ -11,10 +11,8 @@ measured, and preparation goes on from what was set aside.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmod.runs.config import StudyError, changed
-from fastmod.runs.study import Outcome, Record, Row, Study
+from fastmod.runs.study import Outcome, Row, Study
 from fastmod.runs.trial import Trial
-from fastmod.studies.blocks import models
+from fastmod.studies.blocks import grids, models
+from fastmod.studies.blocks.models import PAPER
 from fastmod.tasks import arithmetic
 from fastmod.tasks.arithmetic import BLOCK
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ADD, MULTIPLY = 0, 1
-_LARGE, _SMALL = 200_000, 50_000  # parameters: the paper's HIGH and LOW
 
 
 @dataclass(frozen=True)
@@ -61,16 +59,9 @@ class AddMulConfig(models.ModelConfig):
             raise StudyError(f"thresholds: expected increasing values in 0..1, got {self.thresholds}")
 
 
-def architecture(config: AddMulConfig, model: str, seed: int) -> dict[str, int]:
+def architecture(config: AddMulConfig, model: str, seed: int) -> dict[str, Any]:
     """The paper averages over a grid of architectures; each seed draws one of them. Values that are set stay as set."""
-    grids: dict[str, dict[str, Sequence[int]]] = {
-        "SMFR": {"width": range(1, 8), "depth": (1, 2, 3), "layers": (1, 2, 3)},
-        "FNN": {"fnn_width": (100, 200, 300), "fnn_depth": (2, 3, 4)},
-    }
-    grid = grids[model.partition("_")[0]]
-    combinations = list(product(*grid.values()))
-    random.Random(0).shuffle(combinations)  # neighbours in the list differ, so that few trials cover the grid
-    drawn = dict(zip(grid, combinations[seed % len(combinations)], strict=True))
+    drawn = grids.architecture(grids.ADDMUL, model, seed)
     return {key: value for key, value in drawn.items() if getattr(config, key) is None}
 
 
@@ -89,6 +80,7 @@ class AddMulTrial(Trial):
     def __init__(self, config: AddMulConfig, name: str, seed: int, device: torch.device) -> None:
         full = changed(config, architecture(config, name, seed))
         super().__init__(config, name, models.build(full, name, 3, 1, BLOCK), seed, device)
+        self.penalty = models.RangePenalty(full, 3, 1) if name.startswith("SMFR") else None
         self.extra = {"left": 0, "aside": None, "reached": 0, "prepared": 0, "accuracies": []}
 
     @property
@@ -120,7 +112,7 @@ class AddMulTrial(Trial):
             error = F.mse_loss(answer, arithmetic.one_hot(digit))
         else:
             error = F.cross_entropy(answer, digit)
-        return error + models.penalty(self.model)
+        return error + (self.penalty(self.model, len(blocks)) if self.penalty else 0.0)
 
     def evaluate(self) -> dict[str, float]:
         every = arithmetic.all_pairs(self.device)
@@ -132,6 +124,7 @@ class AddMulTrial(Trial):
             "accuracy": sum(self._accuracy(*part) for part in parts) / 2,
             "preparation_accuracy": self._accuracy(excluded, ADD),
             "interfering": float(interfering),
+            **models.gates(self.model),
         }
 
     def _accuracy(self, pairs: Tensor, task: int) -> float:
@@ -162,7 +155,10 @@ class AddMulTrial(Trial):
     def result(self, last: dict[str, float]) -> dict[str, Any]:
         found = zip(self.config.thresholds, self.extra["accuracies"], strict=False)
         return {f"preparation_{t:g}": value for t, value in found} | {
-            "architecture": architecture(self.config, self.name, self.seed),
+            "architecture": {
+                key: drawn if getattr(self.config, key) is None else getattr(self.config, key)
+                for key, drawn in grids.architecture(grids.ADDMUL, self.name, self.seed).items()
+            },
             "prepared": self.extra["prepared"],
         }
 
@@ -175,7 +171,11 @@ class AddMul(Study):
     default_models = models
     default_seeds = "0-11"
     defaults = AddMulConfig()
+    presets: ClassVar = {
+        model: {**PAPER, "thresholds": (0.7, 0.8, 0.9, 0.95, 1.0), "interference": 2000} for model in models
+    }
     quick: ClassVar = {"steps": 500, "interference": 100, "thresholds": (0.2, 0.3)}
+    grids: ClassVar = grids.named(grids.ADDMUL)
     blocks = (("X", "Y", "task"), ("result",))
 
     _PRINTED: ClassVar = {
@@ -183,6 +183,7 @@ class AddMul(Study):
         "SMFR_softmax": ("0.142 ± 0.0101", "0.184 ± 0.0112", "0.259 ± 0.0137", "0.326 ± 0.0143", "0.434 ± 0.0179"),
         "SMFR_gumbel": ("0.088 ± 0.0080", "0.119 ± 0.0099", "0.208 ± 0.0113", "0.292 ± 0.0158", "0.395 ± 0.0182"),
     }
+    _RATIO = ("4.44", "3.29", "2.11", "1.61", "1.24")
     _THRESHOLDS = (0.7, 0.8, 0.9, 0.95, 1.0)
     _BY_SIZE: ClassVar = {  # Table 4: HIGH, MID, LOW
         "FNN": (
@@ -204,16 +205,27 @@ class AddMul(Study):
     )
 
     def trial(self, config: AddMulConfig, model: str, seed: int, device: torch.device) -> AddMulTrial:
-        return AddMulTrial(config, model, seed, device)
+        return AddMulTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for threshold in outcome.config.thresholds:
             place = self._THRESHOLDS.index(threshold) if threshold in self._THRESHOLDS else None
+            mean = {}
             for model in outcome.models():
                 printed = "-" if place is None else self._PRINTED[model][place]
                 name = f"threshold {threshold:g}, {model}"
-                rows.append(outcome.row(name, printed, outcome.of(model), f"preparation_{threshold:g}", "Table 1"))
+                row = outcome.row(name, printed, outcome.of(model), f"preparation_{threshold:g}", "Table 1")
+                rows.append(row)
+                if row.values:
+                    mean[model] = row
+            if "SMFR_softmax" in mean and "FNN" in mean and mean["FNN"].mean > 0:
+                ours, fnn = mean["SMFR_softmax"], mean["FNN"]
+                printed = "-" if place is None else self._RATIO[place]
+                name = f"threshold {threshold:g}, SMFR_softmax / FNN"
+                both = ours.trials + fnn.trials
+                minutes = ours.minutes + fnn.minutes
+                rows.append(Row(name, printed, [ours.mean / fnn.mean], ours.steps, minutes, "Table 1", both))
         for threshold in outcome.config.thresholds:
             if threshold in self._THRESHOLDS:
                 rows += self._breakdown(outcome, threshold, self._THRESHOLDS.index(threshold))
@@ -223,8 +235,8 @@ class AddMul(Study):
         """The rows of Tables 4 and 5 that some trial falls into."""
         key, rows = f"preparation_{threshold:g}", []
         for model in outcome.models():
-            for size, printed in zip(("HIGH", "MID", "LOW"), self._BY_SIZE[model][place].split(), strict=True):
-                some = [record for record in outcome.of(model) if _size(record) == size]
+            for size, printed in zip(grids.SIZES, self._BY_SIZE[model][place].split(), strict=True):
+                some = [record for record in outcome.of(model) if grids.size(record) == size]
                 rows.append(outcome.row(f"threshold {threshold:g}, {model}, {size}", printed, some, key, "Table 4"))
         inside = outcome.of("SMFR_softmax") + outcome.of("SMFR_gumbel")
         for layers, printed in zip((1, 2, 3), self._BY_LAYERS[place].split(), strict=True):
@@ -248,7 +260,3 @@ class AddMul(Study):
         pairs = arithmetic.all_pairs(device)
         tasks = {"X + Y": ADD, "X * Y": MULTIPLY}
         return {name: blocks_of(pairs, torch.full((100,), task, device=device))[0] for name, task in tasks.items()}
-
-
-def _size(record: Record) -> str:
-    return "HIGH" if record.parameters >= _LARGE else "LOW" if record.parameters < _SMALL else "MID"

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmod.runs.config import StudyError
+from fastmod.runs.config import StudyError, changed
 from fastmod.runs.study import Outcome, Record, Row, Study
 from fastmod.runs.trial import Trial
-from fastmod.studies.blocks import models
+from fastmod.studies.blocks import grids, models
+from fastmod.studies.blocks.models import PAPER
 from fastmod.tasks import arithmetic
 from fastmod.tasks.rule import BLOCK, VARIABLES, roles, sequences
 
@@ -44,6 +45,7 @@ class AlgoConfig(models.ModelConfig):
     applications: int = 2  # of the rule, in training
     noisy: bool = False  # one fixed permutation of all neurons before each application
     until_solved: bool = False  # end as soon as OOD_odd is 1.0
+    grid: bool = False  # each seed draws an architecture of the paper's grid (Table 7)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,8 +57,13 @@ class AlgoTrial(Trial):
     config: AlgoConfig
 
     def __init__(self, config: AlgoConfig, name: str, seed: int, device: torch.device) -> None:
+        self.architecture: dict[str, Any] = {}
+        if config.grid:
+            self.architecture = grids.architecture(grids.ALGO, name, seed)
+            config = changed(config, self.architecture)
         model = models.build(config, name, VARIABLES + 1, VARIABLES, BLOCK)
         super().__init__(config, name, model, seed, device)
+        self.penalty = models.RangePenalty(config, VARIABLES + 1, VARIABLES)
         self.task_blocks = torch.eye(VARIABLES, BLOCK, device=device)
         shuffle = torch.Generator().manual_seed(seed)
         self.noise = torch.randperm(VARIABLES * BLOCK, generator=shuffle).to(device) if config.noisy else None
@@ -79,7 +86,7 @@ class AlgoTrial(Trial):
         penalty: Tensor | float = 0.0
         for task in tasks:
             state = self.advance(state, task)
-            penalty = penalty + models.penalty(self.model)
+            penalty = penalty + self.penalty(self.model, len(state))
         return F.mse_loss(state, target) + penalty
 
     def evaluate(self) -> dict[str, float]:
@@ -92,9 +99,19 @@ class AlgoTrial(Trial):
         by_variable = torch.stack(right).float()  # [9, B, 5]
         whole = by_variable.amin(-1).mean(-1).tolist()
         accuracy = {f"accuracy_{n}": value for n, value in enumerate(whole, start=1)}
-        variables = {f"variables_{n}": v for n, v in enumerate(by_variable.mean((1, 2)).tolist(), start=1)}
-        even, odd = (statistics.fmean(whole[n - 1] for n in which) for which in (EVEN, ODD))
-        return {"accuracy": whole[1], "ood_even": even, "ood_odd": odd, **accuracy, **variables}
+        each = by_variable.mean((1, 2)).tolist()
+        variables = {f"variables_{n}": value for n, value in enumerate(each, start=1)}
+        names = dict(zip("ABCDE", by_variable[[n - 1 for n in ODD]].mean((0, 1)).tolist(), strict=True))
+        return {
+            "accuracy": whole[1], "ood_even": _mean_at(whole, EVEN), "ood_odd": _mean_at(whole, ODD),
+            "variables_even": _mean_at(each, EVEN), "variables_odd": _mean_at(each, ODD),
+            **{f"odd_{name}": value for name, value in names.items()}, **accuracy, **variables,
+            **models.gates(self.model),
+        }  # fmt: skip
+
+    def result(self, last: dict[str, float]) -> dict[str, Any]:
+        """Also ``architecture``: what the grid gave it."""
+        return {**last, "architecture": self.architecture}
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:
         if self.config.until_solved and metrics["ood_odd"] == 1.0:
@@ -108,11 +125,14 @@ class AlgoTrial(Trial):
 class Algo(Study):
     name = "algo"
     title = "ALGO: is a rule learned, or a statistic of two applications of it?"
-    paper = "Block-Operations, section 5.3, Table 2, Figure 4"
+    paper = "Block-Operations, section 5.3, Tables 2 and 7, Figure 4"
     models = ("SMFR", "FNN", "Transformer", "SMFR_gumbel", "SMFR_plain")
     default_models = ("SMFR", "FNN", "Transformer")
     defaults = AlgoConfig()
+    presets: ClassVar = {model: {**PAPER, "applications": 2, "grid": True} for model in models}
     quick: ClassVar = {"steps": 500, "evaluate_every": 250}
+    grids: ClassVar = grids.named(grids.ALGO)
+    criterion = "accuracy_4"  # the paper's, for its five best models
     blocks = (("A", "B", "C", "D", "E", "task"), ("A", "B", "C", "D", "E"))
 
     _PRINTED: ClassVar = {
@@ -120,20 +140,58 @@ class Algo(Study):
         "Transformer": ("0.984 ± 0.003", "0.099 ± 0.094"),
         "SMFR": ("1.000 ± 0.000", "1.000 ± 0.000"),
     }
+    _BY_SIZE: ClassVar = {  # Table 7, by HIGH, MID, LOW: OOD_even and OOD_odd
+        "FNN": ("1.000 0.241", "0.989 0.249", "0.891 0.164"),
+        "Transformer": ("0.967 0.159", "0.801 0.081", "0.675 0.393"),
+        "SMFR": ("0.954 0.900", "0.966 0.951", "0.812 0.229"),
+    }
+    _NOISY: ClassVar = {
+        "SMFR": "better than the FNN on average, 1.0 in 1 of 30 trials", "FNN": "as without noise",
+    }  # fmt: skip
 
     def trial(self, config: AlgoConfig, model: str, seed: int, device: torch.device) -> AlgoTrial:
-        return AlgoTrial(config, model, seed, device)
+        return AlgoTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
             records = outcome.of(model)
-            printed = ("-", "-") if outcome.config.noisy else self._PRINTED.get(model, ("-", "-"))
-            note = f"{records[0].parameters:,} parameters" + (", noisy input" if outcome.config.noisy else "")
+            noisy, mixed = outcome.config.noisy, outcome.config.grid or outcome.config.paper
+            sizes = "architectures of the grid" if mixed else f"{records[0].parameters:,} parameters"
+            note = sizes + (", noisy input" if noisy else "")
+            printed = ("-", "-") if noisy or mixed else self._PRINTED.get(model, ("-", "-"))
+            printed = (printed[0], self._NOISY.get(model, "-")) if noisy else printed
             rows.append(outcome.row(f"{model}, OOD_even", printed[0], records, "ood_even", note))
             rows.append(outcome.row(f"{model}, OOD_odd", printed[1], records, "ood_odd", note))
             rows.append(outcome.row(f"{model}, 2 iterations (trained)", "-", records, "accuracy", note))
+            for which in ("even", "odd"):
+                key = f"variables_{which}"
+                rows.append(outcome.row(f"{model}, variables right, OOD_{which}", "-", records, key, note))
+            for name in "ABCDE":
+                rows.append(outcome.row(f"{model}, variable {name} right, OOD_odd", "-", records, f"odd_{name}", note))
+            if not noisy:
+                rows += self._best(outcome, model)
+            if mixed and not noisy:
+                rows += self._by_size(outcome, model)
         return rows
+
+    def _best(self, outcome: Outcome, model: str) -> list[Row]:
+        """Table 2: the five best trials by the accuracy after four applications, if there are more."""
+        some = grids.best(outcome.of(model), self.criterion)
+        printed = self._PRINTED.get(model, ("-", "-"))
+        keys = zip(("OOD_even", "OOD_odd"), ("ood_even", "ood_odd"), printed, strict=True)
+        note = "Table 2: the five best by the accuracy after four applications"
+        return [outcome.row(f"{model}, best five, {name}", p, some, key, note) for name, key, p in keys if some]
+
+    def _by_size(self, outcome: Outcome, model: str) -> list[Row]:
+        """The rows of Table 7 that some trial falls into."""
+        rows = []
+        for size, printed in zip(grids.SIZES, self._BY_SIZE.get(model, ("- -",) * 3), strict=True):
+            some = [record for record in outcome.of(model) if grids.size(record) == size]
+            for key, value in zip(("ood_even", "ood_odd"), printed.split(), strict=True):
+                name = f"{model}, {size}, {key.replace('ood', 'OOD')}"
+                rows.append(outcome.row(name, value, some, key, "Table 7"))
+        return [row for row in rows if row.values]
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         from fastmod.runs import draw
@@ -166,6 +224,10 @@ class Algo(Study):
             examples[f"{z} := {v}+1 ({x} > {y})"] = inputs[c > d]
             examples[f"{z} := {w}+1 ({x} <= {y})"] = inputs[c <= d]
         return examples
+
+
+def _mean_at(values: list[float], iterations: tuple[int, ...]) -> float:
+    return statistics.fmean(values[n - 1] for n in iterations)
 
 
 def _share_perfect(records: list[Record], iterations: int) -> float:

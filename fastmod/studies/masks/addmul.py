@@ -6,15 +6,17 @@ two digits of the result. A number is right when both of its digits are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.masks import arithmetic, figures, masking
+from fastmod.runs import draw
+from fastmod.runs.study import Outcome, Record, Row
+from fastmod.studies.masks import arithmetic, figures, masking, settings, tables
 from fastmod.studies.masks.arithmetic import ROWS, SPARSE
 from fastmod.tasks.arithmetic import LIMIT, digits_of, one_hot, one_hot_digits
 
@@ -44,13 +46,13 @@ def answers_of(numbers: Tensor, operation: Tensor) -> Tensor:
 
 class MaskAddMulTrial(masking.MaskTrial):
     config: MaskAddMulConfig
-    tasks = OPERATIONS
+    tasks: Sequence[str] = OPERATIONS
 
     def net(self) -> nn.Module:
         return self.config.net(self.name, _INPUTS, _OUTPUTS)
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
-        shape = (self.config.chunk, self.config.batch_of(task))
+        shape = (self.config.chunk, self.batch_of(task))
         numbers = torch.randint(LIMIT, (*shape, 2), generator=generator, device=self.device)
         if task is None:
             operation = torch.randint(2, shape, generator=generator, device=self.device)
@@ -69,9 +71,8 @@ class MaskAddMulTrial(masking.MaskTrial):
         return arithmetic.digit_loss(self.scores_of(model, inputs), digits)
 
     def _pairs(self) -> Tensor:
-        """All pairs of numbers ``[10000, 2]``, some of them before the end."""
-        numbers = torch.arange(LIMIT, device=self.device)
-        return torch.cartesian_prod(numbers, numbers)[:: 1 if self.finished else SPARSE]
+        """All pairs of numbers ``[10000, 2]`` that are reported on, some of them before the end."""
+        return self.config.pairs(self.device)[:: 1 if self.finished else SPARSE]
 
     def _predictions(self, model: nn.Module, numbers: Tensor, operation: int) -> Tensor:
         which = torch.full(numbers.shape[:-1], operation, device=self.device)
@@ -92,7 +93,13 @@ class MaskAddMulTrial(masking.MaskTrial):
         return {**shares, "none": max(0.0, 1.0 - sum(shares.values()))}
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
-        numbers = self._pairs()
+        return self._accuracies(model, self._pairs())
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        found = self._accuracies(model, self.config.pairs(self.device, held=True))
+        return sum(found.values()) / len(found)
+
+    def _accuracies(self, model: nn.Module, numbers: Tensor) -> dict[str, float]:
         found = {}
         for number, name in enumerate(OPERATIONS):
             right = answers_of(numbers, torch.full_like(numbers[:, 0], number))
@@ -101,9 +108,9 @@ class MaskAddMulTrial(masking.MaskTrial):
 
     @torch.no_grad()
     def result(self, last: dict[str, float]) -> dict[str, Any]:
-        """Also ``performed``: mask -> operation asked for -> operation performed -> share."""
+        """Also ``performed``: mask (``none``: the plain net) -> operation asked for -> operation performed -> share."""
         found = super().result(last)
-        performed = {}
+        performed = {"none": {op: self.performed(self.model, i) for i, op in enumerate(OPERATIONS)}}
         for task, mask in self.masks().items():
             assert self.masked is not None
             with self.masked.using(mask):
@@ -111,38 +118,66 @@ class MaskAddMulTrial(masking.MaskTrial):
         return {**found, "performed": performed}
 
 
-class MaskAddMul(Study):
+class MaskAddMul(settings.MaskStudy):
     name = "mask-addmul"
     title = "Addition and multiplication under weight masks: different weights for different functions?"
-    paper = "Weight masks, section 3.1 and C.3, Figures 1, 7, 10 and 11"
-    models = ("FNN_small", "FNN", "LSTM", "FNN_large")
+    paper = "Weight masks, section 3.1 and C.3, Figures 1, 7 and 9 to 12"
+    models = ("FNN_small", "FNN", "LSTM", "FNN_large", "FNN_huge")
     default_models = ("FNN_small", "FNN")
     default_seeds = "0"
     defaults = MaskAddMulConfig()
+    presets: ClassVar = {model: {**arithmetic.PAPER, "beta": 1e-4} for model in models}
     quick: ClassVar = {"steps": 1000, "mask_steps": 500, "evaluate_every": 500, "hidden": (200, 200)}
 
     def trial(self, config: MaskAddMulConfig, model: str, seed: int, device: torch.device) -> MaskAddMulTrial:
-        return MaskAddMulTrial(config, model, seed, device)
+        return MaskAddMulTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
-            note = masking.size_note(
-                outcome, model, "a size that is not printed" if model == "LSTM" else "12,124,000 (4 x 2000 units)"
-            )
-            rows += masking.accuracy_rows(outcome, model, OPERATIONS, note)
+            note = self.note(outcome, model)
+            rows += tables.accuracy_rows(outcome, model, OPERATIONS, note)
+            for mask, asked in (("add", "mul"), ("mul", "add")):
+                ignores, fails = "most of the FNN's" if model != "LSTM" else "-", "most of the LSTM's"
+                name = f"asked for {asked} under the mask of {mask}: {mask} is performed"
+                pick = tables.picker("performed", mask, asked, mask)
+                rows.append(tables.row(outcome, model, name, ignores, pick, f"Figure 12; {note}"))
+                pick = tables.picker("performed", mask, asked, "none")
+                name, paper = name.replace(f"{mask} is performed", "neither"), fails if model == "LSTM" else "-"
+                rows.append(tables.row(outcome, model, name, paper, pick, f"Figure 12; {note}"))
             rows.append(
-                masking.row(outcome, model, "weights of mul / weights of add", "3.8", _ratio, f"Figure 11; {note}")
+                tables.row(outcome, model, "weights of mul / weights of add", "3.8", _ratio, f"Figure 11; {note}")
             )
             for task in OPERATIONS:
-                rows += masking.sharing_rows(outcome, model, task, "Figure 1: more in the outer layers", note)
+                rows += tables.sharing_rows(outcome, model, task, "Figure 1: more in the outer layers", note)
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         found: figures.Figures = {}
-        for model in outcome.models():
-            found |= figures.all_of(model, outcome.of(model))
+        models = outcome.models()
+        for model in models:
+            records = outcome.of(model)
+            found |= figures.all_of(model, records)
+            panels = {f"mask: {mask}": _performed(records, mask) for mask in records[0].result["performed"]}
+            found[f"performed_{model}"] = (
+                figures.confusion(panels, OPERATIONS, 3, predicted=(*OPERATIONS, "none"), signed=False),
+                f"{model}: the operation asked for (rows) and the one performed, under each mask (Figure 12).",
+            )
+        sizes = [model for model in arithmetic.HIDDEN if model in models]
+        if len(sizes) > 1:
+            bars = [figures.bar(outcome.of(model), tables.picker("sharing", "add", "total")) for model in sizes]
+            figure = draw.bars(sizes, {"add": bars}, "net", "shared weights")
+            found["sizes"] = (figure, "Share of add's weights that mul keeps too, by the size of the net (Figure 9).")
         return found
+
+
+def _performed(records: Sequence[Record], mask: str) -> list[list[float]]:
+    """``[asked for, performed]`` under a mask, the mean over trials."""
+    names = (*OPERATIONS, "none")
+    return [
+        [statistics.fmean(record.result["performed"][mask][asked][done] for record in records) for done in names]
+        for asked in OPERATIONS
+    ]
 
 
 def _ratio(result: Mapping[str, Any]) -> float | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,39 +24,52 @@ from fastmod.models import CNN, ResNet
 from fastmod.optim import Adam
 from fastmod.runs import draw
 from fastmod.runs.config import StudyError
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.masks import figures, masking
+from fastmod.runs.study import Outcome, Row
+from fastmod.studies.masks import class_removal as removal
+from fastmod.studies.masks import figures, masking, settings, tables
+from fastmod.studies.masks.class_removal import ALL
 from fastmod.studies.masks.figures import bar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALL = "all"  # the control: no class is removed
 _CERTAIN = 30.0  # a logit that no draw contradicts
 _EVALUATED = 2000  # test images in the course of training; all of them at the end
 _SGD_LR = 0.1  # of the ResNet, to begin with
 
-#: The paper's C.7, of 50000 images. Its masks of the ResNet have batches of 256.
-_CNN = {"steps": 20_000, "mask_steps": 20_000, "mask_lr": 1e-3, "beta": 1e-4, "channels": (32, 64, 128, 256)}
+#: The paper's C.7, of 50000 images; C.1 for what it does not print there. The sweep that its authors published for the
+#: CNN has a beta of 3e-4.
+_ALL = {
+    "batch": 128, "clip": 1.0, "lr": 1e-3, "lr_end": 1.0, "mask_lr_end": 1.0, "mask_init": 2.0, "samples": 4,
+    "removed": CLASSES,
+}  # fmt: skip
+_CNN = {
+    **_ALL, "steps": 20_000, "mask_steps": 20_000, "mask_batch": None, "mask_lr": 1e-3, "beta": 1e-4,
+    "channels": (32, 64, 128, 256),
+}  # fmt: skip
 PAPER: Mapping[str, Mapping[str, Any]] = {
     "CNN": _CNN,
     "CNN_dropout": _CNN,
-    "ResNet110": {"steps": 64_000, "mask_steps": 30_000, "mask_lr": 0.03, "beta": 2e-5, "depth": 110},
-}
+    "ResNet110": {
+        **_ALL, "steps": 64_000, "mask_steps": 30_000, "mask_batch": 256, "mask_lr": 0.03, "beta": 2e-5, "depth": 110,
+    },
+}  # fmt: skip
+
+
+_FIGURE = {"CNN_dropout": "Figure 19", "CNN": "Figure 20", "ResNet110": "Figure 21"}
 
 
 @dataclass(frozen=True)
-class MaskCifarConfig(masking.MaskConfig):
+class MaskCifarConfig(settings.MaskConfig):
     steps: int = 2400
     mask_steps: int = 400
     evaluate_every: int = 200
     mask_lr: float = 3e-2  # of fewer steps than the paper's, so each is longer
-    beta: float = 5e-4
+    beta: float | str = 5e-4
     channels: tuple[int, ...] = (16, 32, 64, 128)  # of the CNN's convolutions; the paper's: 32,64,128,256
     depth: int = 110  # of the ResNet
     removed: tuple[str, ...] = CLASSES  # classes to learn a mask without
     data: str | None = None  # folder of CIFAR-10; none: FASTMOD_DATA
-    paper: bool = False  # the paper's sizes and steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +84,7 @@ def _images(root: str | None, environment: str | None) -> CIFAR10:
     return load_cifar10(root)
 
 
-def _data(config: MaskCifarConfig) -> CIFAR10:
+def read(config: MaskCifarConfig) -> CIFAR10:
     return _images(config.data, os.environ.get("FASTMOD_DATA"))
 
 
@@ -80,18 +92,29 @@ class MaskCifarTrial(masking.MaskTrial):
     config: MaskCifarConfig
 
     def __init__(self, config: MaskCifarConfig, name: str, seed: int, device: torch.device) -> None:
-        self.tasks = (ALL, *config.removed)
-        data = CIFAR10(*(tensor.to(device) for tensor in _data(config)))
+        self.tasks = self.tasks_of(config, seed)
+        data = CIFAR10(*(tensor.to(device) for tensor in read(config)))
         self.data = data
         pixels = data.train_images.transpose(0, 1).flatten(1).float()  # [3, ...]
         self.mean, self.deviation = pixels.mean(1).view(3, 1, 1), pixels.std(1).view(3, 1, 1).clamp(min=1.0)
-        self.images_of: dict[str | None, Tensor] = {None: torch.arange(len(data.train_labels), device=device)}
+        learned = torch.arange(len(data.train_labels), device=device)
+        # To pick beta on: images that nothing is learned from, the last ones.
+        self.held = learned[len(learned) - len(learned) // 10 if config.auto else len(learned) :]
+        learned = learned[: len(learned) - len(self.held)]
+        self.images_of: dict[str | None, Tensor] = {None: learned}
         for task in self.tasks:
-            shown = data.train_labels != (-1 if task == ALL else CLASSES.index(task))
-            self.images_of[task] = shown.nonzero().squeeze(1)
+            classes = torch.tensor([CLASSES.index(name) for name in self.classes_of(task)], device=device)
+            self.images_of[task] = learned[torch.isin(data.train_labels[learned], classes)]
             if not len(self.images_of[task]):
-                raise StudyError(f"mask-cifar: no training images left without {task}")
+                raise StudyError(f"CIFAR-10: no training images for the mask of {task}")
         super().__init__(config, name, seed, device)
+
+    def tasks_of(self, config: MaskCifarConfig, seed: int) -> tuple[str, ...]:
+        return (ALL, *config.removed)
+
+    def classes_of(self, task: str) -> Sequence[str]:
+        """Whose images the mask of a task is learned on."""
+        return [name for name in CLASSES if name != task]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if self.name != "ResNet110":
@@ -111,7 +134,7 @@ class MaskCifarTrial(masking.MaskTrial):
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Which images ``[chunk, B]``, and for the ResNet where to crop and whether to flip them ``[chunk, B, 3]``."""
-        shape = (self.config.chunk, self.config.batch_of(task))
+        shape = (self.config.chunk, self.batch_of(task))
         shown = self.images_of[task]
         index = shown[torch.randint(len(shown), shape, generator=generator, device=self.device)]
         if self.name != "ResNet110":
@@ -154,7 +177,13 @@ class MaskCifarTrial(masking.MaskTrial):
     def confusion(self, model: nn.Module) -> Tensor:
         """Shares ``[10, 10]`` of each true class (rows) that are taken for each class."""
         count = None if self.finished else _EVALUATED
-        images, labels = self.data.test_images[:count], self.data.test_labels[:count]
+        return self._confusion(model, self.data.test_images[:count], self.data.test_labels[:count])
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        held = self._confusion(model, self.data.train_images[self.held], self.data.train_labels[self.held])
+        return held.diagonal().mean().item()
+
+    def _confusion(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         predictions = torch.cat([model(self._scaled(some)).argmax(-1) for some in images.split(500)])
         counts = torch.bincount(labels * len(CLASSES) + predictions, minlength=len(CLASSES) ** 2)
         counts = counts.view(len(CLASSES), -1).double()
@@ -177,51 +206,10 @@ class MaskCifarTrial(masking.MaskTrial):
         return {**found, "confusion": confusion, "images": self.data.described}
 
 
-# ---- what a mask without a class did
-
-
-def drops(result: Mapping[str, Any], removed: str) -> dict[str, float]:
-    """Class -> accuracy lost, mask without ``removed`` against the control's."""
-    under = result["masked"]
-    return {name: under[ALL][name] - under[removed][name] for name in CLASSES}
-
-
-def relative_drop(result: Mapping[str, Any], removed: str) -> float | None:
-    """Figure 6a: share of its accuracy that the removed class loses."""
-    before = result["masked"][ALL][removed]
-    return drops(result, removed)[removed] / before if before else None
-
-
-def worst_other(result: Mapping[str, Any], removed: str) -> float:
-    """The largest drop of another class."""
-    return max(drop for name, drop in drops(result, removed).items() if name != removed)
-
-
-def removed_classes(result: Mapping[str, Any]) -> list[str]:
-    return [task for task in result["masked"] if task != ALL]
-
-
-def _mean_relative(result: Mapping[str, Any]) -> float | None:
-    found = [drop for name in removed_classes(result) if (drop := relative_drop(result, name)) is not None]
-    return statistics.fmean(found) if found else None
-
-
-def _mean_others(result: Mapping[str, Any]) -> float:
-    """Accuracy lost by classes that were not removed, on average."""
-    return statistics.fmean(
-        drop for removed in removed_classes(result) for name, drop in drops(result, removed).items() if name != removed
-    )
-
-
-def _lose_most(result: Mapping[str, Any]) -> float:
-    names = removed_classes(result)
-    return sum(drops(result, name)[name] > worst_other(result, name) for name in names) / len(names)
-
-
-class MaskCifar(Study):
+class MaskCifar(settings.MaskStudy):
     name = "mask-cifar"
     title = "CIFAR-10 under weight masks: which weights serve one class alone?"
-    paper = "Weight masks, section 5 and C.7, Figures 6, 19, 20 and 21"
+    paper = "Weight masks, section 5 and C.7, Figures 6 and 18 to 21"
     models = ("CNN", "CNN_dropout", "ResNet110")
     default_models = ("CNN", "CNN_dropout")
     default_seeds = "0"
@@ -239,7 +227,7 @@ class MaskCifar(Study):
     }
 
     def prepare(self, config: MaskCifarConfig) -> None:
-        _data(config)
+        read(config)
 
     def trial(self, config: MaskCifarConfig, model: str, seed: int, device: torch.device) -> MaskCifarTrial:
         return MaskCifarTrial(self.config_of(config, model), model, seed, device)
@@ -248,69 +236,57 @@ class MaskCifar(Study):
         rows: list[Row] = []
         for model in outcome.models():
             lines: list[tuple[str, str, Callable[[dict[str, Any]], float | None]]]
-            config, theirs = self.config_of(outcome.config, model), PAPER[model]
             first = outcome.of(model)[0]
-            size = f"depth {config.depth}" if model == "ResNet110" else f"channels {_text(config.channels)}"
-            whole = "depth 110" if model == "ResNet110" else f"channels {_text(theirs['channels'])}"
-            note = (
-                f"{size}, {config.steps} + {config.mask_steps} steps a mask, {first.result['images']}; "
-                f"paper: {whole}, {theirs['steps']} + {theirs['mask_steps']} steps, 50000 images"
-            )
+            note = f"{first.result['images']} (paper: 50000); {self.setting(outcome.config, model)}"
             printed = "0.93" if model == "ResNet110" else "-"
             lines = [
                 ("test, no mask", printed, lambda r: r["accuracy"][ALL]),
                 ("test, mask of all classes", printed, lambda r: r["masked"][ALL][ALL]),
-                ("removed class: share of its accuracy lost", self._DROPS[model], _mean_relative),
-                ("other classes: accuracy lost", "a small drop", _mean_others),
-                ("removed classes that lose most of all", "1 (Figure 6)", _lose_most),
+                ("removed class: share of its accuracy lost", self._DROPS[model], removal.mean_relative),
+                ("other classes: accuracy lost", "a small drop", removal.mean_others),
+                ("largest drop of another class / the removed one's", "Figure 6b", removal.mean_ratio),
+                ("removed classes that lose most of all", "1 (Figure 6)", removal.lose_most),
             ]
-            for name in removed_classes(first.result):
-                lines.append((f"without {name}: its accuracy lost", "Figure 19", _own_drop(name)))
-                lines.append((f"without {name}: most that another loses", "-", _other_drop(name)))
-            rows += [masking.row(outcome, model, *line, note) for line in lines]
+            for name in removal.removed_classes(first.result):
+                lines.append((f"without {name}: its accuracy lost", _FIGURE[model], removal.own_drop(name)))
+                lines.append((f"without {name}: largest other drop / its drop", "Figure 6b", removal.other(name)))
+            rows += [tables.row(outcome, model, *line, note) for line in lines]
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         found: figures.Figures = {}
         names = [name for name in CLASSES if name in outcome.config.removed]
-        relative = {
-            model: [bar(outcome.of(model), _relative_drop_of(name)) for name in names] for model in outcome.models()
-        }
-        if relative:
-            figure = draw.bars(names, relative, "removed class", "share of its accuracy lost")
-            figure.axes[0].tick_params(axis="x", labelrotation=45)
-            found["drops"] = (figure, "Share of its accuracy that a class loses under the mask learned without it.")
-        for model in outcome.models():
-            records = outcome.of(model)
-            changes = {name: _change([record.result for record in records], name) for name in names}
-            found[f"confusion_{model}"] = (
-                figures.confusion_difference(changes, CLASSES),
-                f"{model}: change of the confusion matrix (rows: true class) when the class above is removed.",
+        models = outcome.models()
+        for stem, measure, label, caption in (
+            ("drops", removal.relative, "share of its accuracy lost", "under the mask learned without it (Figure 6a)"),
+            (
+                "others",
+                removal.other,
+                "other / its drop",
+                "of another class, relative to the removed one's (Figure 6b)",
+            ),
+        ):
+            if models:
+                groups = {model: [bar(outcome.of(model), measure(name)) for name in names] for model in models}
+                figure = draw.bars(names, groups, "removed class", label)
+                figure.axes[0].tick_params(axis="x", labelrotation=45)
+                what = "Share of its accuracy that a class loses" if stem == "drops" else "Largest relative drop"
+                found[stem] = (figure, f"{what} {caption}.")
+        if models:
+            control = {model: removal.mean_confusion(outcome.of(model)) for model in models}
+            found["control"] = (
+                figures.confusion(control, CLASSES, signed=False),
+                "Confusion matrix (rows: true class) under the mask of all classes (Figure 18).",
             )
+        for model in models:
+            records = outcome.of(model)
+            changes = {name: removal.mean_confusion(records, name) for name in names}
+            what = (
+                f"change of the confusion matrix (rows: true class) when the class above is removed ({_FIGURE[model]})"
+            )
+            found[f"confusion_{model}"] = (figures.confusion(changes, CLASSES), f"{model}: {what}.")
             found[f"histogram_{model}"] = (
                 figures.probabilities(records),
                 f"{model}: how sure the masks are of what they keep.",
             )
         return found
-
-
-def _relative_drop_of(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: relative_drop(result, name)
-
-
-def _own_drop(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: drops(result, name)[name]
-
-
-def _other_drop(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: worst_other(result, name)
-
-
-def _change(results: Sequence[Mapping[str, Any]], removed: str) -> list[list[float]]:
-    """Confusion without the class minus the control's, ``[10, 10]``, the mean over trials."""
-    changes = [torch.tensor(r["confusion"][removed]) - torch.tensor(r["confusion"][ALL]) for r in results]
-    return torch.stack(changes).mean(0).tolist()
-
-
-def _text(sizes: Sequence[int]) -> str:
-    return ",".join(map(str, sizes))

@@ -3,7 +3,9 @@
 Input: two pairs of numbers, two one-hot digits each, the least significant first: 80. Output: the digits of both sums,
 40. Inputs and outputs of the pairs are apart; what lies between could be shared. The FNN runs twice, each time with the
 other pair zeroed. The LSTM sees both pairs in all of its six steps and answers in the last; as ``LSTM_apart`` it sees
-the first pair in three steps and the second in the next three, and answers at the end of each three.
+the first pair in three steps and the second in the next three, and answers at the end of each three. While the mask
+of a pair is learned, every net sees the other pair zeroed; accuracy is measured with both in view, as they are in the
+full task.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.masks import arithmetic, figures, masking
+from fastmod.runs.study import Outcome, Row
+from fastmod.studies.masks import arithmetic, figures, masking, settings, tables
 from fastmod.studies.masks.arithmetic import ROWS, SPARSE
 from fastmod.tasks.arithmetic import LIMIT, digits_of, one_hot_digits
 
@@ -30,9 +32,8 @@ _INPUTS, _OUTPUTS = 80, 40
 class MaskDoubleAddConfig(arithmetic.ArithmeticConfig):
     steps: int = 2000
     mask_steps: int = 1500
-    # He's: of smaller ones a net makes units that both pairs need, and half of its last hidden weights are shared.
-    init_scale: float = 6**0.5
-    beta: float = 4e-4  # the paper's for the FNN; its LSTM has 1e-4
+    beta: float | str = 4e-4  # the paper's for the FNN
+    beta_lstm: float = 1e-4
 
 
 def inputs_of(numbers: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class MaskDoubleAddTrial(masking.MaskTrial):
         return self.config.net(self.name, _INPUTS, _OUTPUTS)
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
-        shape = (self.config.chunk, self.config.batch_of(task), 4)
+        shape = (self.config.chunk, self.batch_of(task), 4)
         numbers = torch.randint(LIMIT, shape, generator=generator, device=self.device)
         return inputs_of(numbers), answers_of(numbers)
 
@@ -87,16 +88,24 @@ class MaskDoubleAddTrial(masking.MaskTrial):
         """Of both pairs in the full training, else of the pair that the mask is for."""
         inputs, digits = batch
         pairs = (0, 1) if self.task is None else (PAIRS.index(self.task),)
+        if self.task is not None:
+            # In view, the other pair would be an input that the mask has to learn to ignore.
+            inputs = only(pairs[0], inputs)
         scores = self.scores_of(model, inputs, pairs)
         losses = [arithmetic.digit_loss(s, part_of(pair, digits)) for s, pair in zip(scores, pairs, strict=True)]
         return torch.stack(losses).mean()
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
         """On all sums of either pair (some of them before the end), the other pair having sums in another order."""
-        one = torch.arange(LIMIT, device=self.device)
-        every = torch.cartesian_prod(one, one)
+        return self._accuracies(model, self.config.pairs(self.device), 1 if self.finished else SPARSE)
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        found = self._accuracies(model, self.config.pairs(self.device, held=True))
+        return sum(found.values()) / len(found)
+
+    def _accuracies(self, model: nn.Module, every: Tensor, apart: int = 1) -> dict[str, float]:
         other = every[torch.randperm(len(every), generator=self.generator("evaluation"), device=self.device)]
-        numbers = torch.cat([every, other], -1)[:: 1 if self.finished else SPARSE]
+        numbers = torch.cat([every, other], -1)[::apart]
         right: dict[str, list[Tensor]] = {name: [] for name in PAIRS}
         for some in numbers.split(ROWS):
             digits = answers_of(some)
@@ -105,7 +114,7 @@ class MaskDoubleAddTrial(masking.MaskTrial):
         return {name: torch.cat(found).float().mean().item() for name, found in right.items()}
 
 
-class MaskDoubleAdd(Study):
+class MaskDoubleAdd(settings.MaskStudy):
     name = "mask-doubleadd"
     title = "Double addition under weight masks: the same weights for the same function?"
     paper = "Weight masks, section 3.2 and C.4, Figures 2, 13 and 14"
@@ -113,23 +122,34 @@ class MaskDoubleAdd(Study):
     default_models = ("FNN", "LSTM", "LSTM_apart")
     default_seeds = "0"
     defaults = MaskDoubleAddConfig()
+    presets: ClassVar = {
+        "FNN": {**arithmetic.PAPER, "beta": 4e-4},
+        "FNN_large": {**arithmetic.PAPER, "beta": 4e-4},
+        "LSTM": {**arithmetic.PAPER, "beta": 1e-4},
+        "LSTM_apart": {**arithmetic.PAPER, "beta": 1e-4},
+    }
     quick: ClassVar = {"steps": 1000, "mask_steps": 500, "evaluate_every": 500, "hidden": (200, 200), "units": 64}
 
     def trial(self, config: MaskDoubleAddConfig, model: str, seed: int, device: torch.device) -> MaskDoubleAddTrial:
-        return MaskDoubleAddTrial(config, model, seed, device)
+        return MaskDoubleAddTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
-            large = "12,240,000 (4 x 2000 units)"
-            note = masking.size_note(outcome, model, large if model.startswith("FNN") else "a size that is not printed")
-            rows += masking.accuracy_rows(outcome, model, PAIRS, note)
+            note = self.note(outcome, model)
+            rows += tables.accuracy_rows(outcome, model, PAIRS, note)
             for task in PAIRS:
-                rows += masking.sharing_rows(outcome, model, task, "low; 0 in outer layers (Figure 13)", note)
+                rows += tables.sharing_rows(outcome, model, task, "low; 0 in outer layers (Figure 13)", note)
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         found: figures.Figures = {}
         for model in outcome.models():
             found |= figures.all_of(model, outcome.of(model))
+            for stem, number in (
+                (f"accuracy_{model}", "14" if model == "LSTM_apart" else "2"),
+                (f"sharing_{model}", "13"),
+            ):
+                figure, caption = found[stem]
+                found[stem] = (figure, f"{caption.removesuffix('.')} (Figure {number}).")
         return found

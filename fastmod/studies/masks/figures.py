@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastmod.runs import draw
 from fastmod.runs.config import StudyError
 from fastmod.runs.study import Record
-from fastmod.studies.masks.masking import picker
+from fastmod.studies.masks.tables import picker
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,12 +33,33 @@ def all_of(model: str, records: Sequence[Record]) -> Figures:
     }
 
 
-def shared_weights(records: Sequence[Record]) -> Figure:
-    """Figures 1, 3 and 13: per layer and task, the share of the kept weights that other tasks keep too."""
-    layers, tasks = _layers(records), _some(list(records[0].result["sharing"]))
+def shared_weights(records: Sequence[Record], tasks: Sequence[str] | None = None) -> Figure:
+    """Figures 1, 3, 13 and 15: per layer and task, the share of the kept weights that other tasks keep too."""
+    layers, tasks = _layers(records), tasks or _some(list(records[0].result["sharing"]))
     groups = {t: [bar(records, picker("sharing", t, n)) for n in layers] for t in tasks}
     figure = draw.bars([_short(n) for n in layers], groups, "layer", "shared weights")
     figure.axes[0].set_ylim(0, 1.05)
+    return figure
+
+
+def sensitivity(points: Mapping[str, Sequence[tuple[float, float, float]]], chosen: float) -> Figure:
+    """Figure 8: a panel per model with accuracy against beta, the colour being what is shared.
+
+    Args:
+        points: model -> (beta, accuracy, share) of every beta.
+        chosen: the beta of the other studies, marked by a line.
+    """
+    figure = _figure_class()(figsize=(0.8 + 3.2 * len(points), 3.0), layout="constrained")
+    grid = figure.subplots(1, len(points), squeeze=False)
+    image = None
+    for axes, (model, found) in zip(grid.flat, points.items(), strict=True):
+        betas, accuracies, shares = zip(*found, strict=True)
+        axes.axvline(chosen, color="tab:red", linewidth=1, zorder=0)
+        image = axes.scatter(betas, accuracies, c=shares, vmin=0, vmax=1, cmap="viridis")
+        axes.set(xscale="log", xlabel="beta", ylabel="accuracy, mask of the whole task", ylim=(-0.03, 1.05))
+        axes.set_title(model, fontsize=8)
+    if image is not None:
+        figure.colorbar(image, ax=grid, label="shared by add")
     return figure
 
 
@@ -79,32 +100,40 @@ def probabilities(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def confusion_difference(
-    changes: Mapping[str, Sequence[Sequence[float]]], classes: Sequence[str], columns: int = 5
+def confusion(
+    matrices: Mapping[str, Sequence[Sequence[float]]],
+    classes: Sequence[str],
+    columns: int = 5,
+    *,
+    predicted: Sequence[str] | None = None,
+    signed: bool = True,
 ) -> Figure:
-    """Figures 6 and 19: a panel per removed class with the change of the confusion matrix, true classes in rows.
+    """Figures 12 and 18 to 21: a panel per matrix, true classes in rows.
 
     Args:
-        changes: panel title -> matrix ``[C, C]`` of shares of the true class, in -1..1.
+        matrices: panel title -> ``[C, P]``, shares of the true class.
         classes: names of the C classes.
         columns: panels in a row.
+        predicted: names of the P classes that are predicted; the same if not given.
+        signed: whether they are changes, in -1..1; else shares, in 0..1.
     """
+    predicted = classes if predicted is None else predicted
     new_figure = _figure_class()
-    columns = min(columns, len(changes))
-    rows = -(-len(changes) // columns)
+    columns = min(columns, len(matrices))
+    rows = -(-len(matrices) // columns)
     figure = new_figure(figsize=(0.8 + 2.4 * columns, 0.5 + 2.4 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     image = None
     for axes in grid.flat:
         axes.axis("off")
-    for axes, (title, change) in zip(grid.flat, changes.items(), strict=False):
+    for axes, (title, matrix) in zip(grid.flat, matrices.items(), strict=False):
         axes.axis("on")
-        image = axes.imshow(change, vmin=-1, vmax=1, cmap="RdBu")
+        image = axes.imshow(matrix, vmin=-1 if signed else 0, vmax=1, cmap="RdBu" if signed else "viridis")
         axes.set_title(title, fontsize=8)
-        axes.set_xticks(range(len(classes)), classes, fontsize=5, rotation=90)
+        axes.set_xticks(range(len(predicted)), predicted, fontsize=5, rotation=90)
         axes.set_yticks(range(len(classes)), classes, fontsize=5)
     if image is not None:
-        figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, pad=0.02, label="change")
+        figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, pad=0.02, label="change" if signed else "share")
     return figure
 
 

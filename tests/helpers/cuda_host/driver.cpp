@@ -135,11 +135,64 @@ cudaError_t run_sum(const Call& c) {
   });
 }
 
+// ints: batch, experts, channels, pixels, relu
+template <typename T>
+cudaError_t run_pool(const Call& c) {
+  using C = Compute<T>;
+  const auto at = [&](size_t i) { return static_cast<int>(c.ints.at(i)); };
+  const SumShape shape{c.ints.at(0), at(1), at(2), at(3), false};
+  const size_t first = c.name == "norm_pool_forward" ? 0 : 1;
+  const PoolInput<T> input{c.at<T>(first), c.at<C>(first + 1), c.at<C>(first + 2), at(4) != 0};
+  if (first == 0) return norm_pool_forward<T>(input, c.at<T>(3), shape, nullptr);
+  return with_scratch<C>(norm_pool_backward_scratch<T>(shape), [&](C* scratch, unsigned* tickets) {
+    return norm_pool_backward<T>(c.at<T>(0), input, {c.at<T>(4), c.at<C>(5), c.at<C>(6)}, scratch, tickets, shape,
+                                 nullptr);
+  });
+}
+
+// ints: rows, templates, size, mixing
+template <typename T>
+cudaError_t run_mixture(const Call& c) {
+  using C = Compute<T>;
+  if (c.name == "entropy_penalty_forward") {
+    return with_scratch<C>(entropy_penalty_forward_scratch<T>(c.ints.at(0)), [&](C* scratch, unsigned* tickets) {
+      return entropy_penalty_forward<T>(c.at<T>(0), c.ints.at(0), c.ints.at(1), c.at<C>(1), scratch, tickets, nullptr);
+    });
+  }
+  if (c.name == "entropy_penalty_backward") {
+    return entropy_penalty_backward<T>(c.at<C>(0), c.at<T>(1), c.ints.at(0), c.ints.at(1), c.at<T>(2), nullptr);
+  }
+  if (c.name == "cluster_penalty_forward") {
+    const auto sizes = cluster_penalty_forward_scratch<T>(c.ints.at(1), c.ints.at(2));
+    return with_scratch<C>(sizes, [&](C* scratch, unsigned* tickets) {
+      return cluster_penalty_forward<T>(c.at<T>(0), c.at<double>(1), scratch, tickets, c.ints.at(1), c.ints.at(2),
+                                        nullptr);
+    });
+  }
+  if (c.name == "cluster_penalty_backward") {
+    return cluster_penalty_backward<T>(c.at<double>(0), c.at<T>(1), c.at<T>(2), c.ints.at(1), c.ints.at(2), nullptr);
+  }
+  const MixShape shape{c.ints.at(0), c.ints.at(1), c.ints.at(2), static_cast<int>(c.ints.at(3))};
+  if (c.name == "template_mix_forward") {
+    return with_scratch<C>({template_mix_forward_scratch<T>(shape), 0}, [&](C* scratch, unsigned*) {
+      return template_mix_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), scratch, shape, nullptr);
+    });
+  }
+  return with_scratch<C>({template_mix_backward_scratch<T>(shape), 0}, [&](C* scratch, unsigned*) {
+    return template_mix_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), scratch, shape,
+                                    nullptr);
+  });
+}
+
 template <typename T>
 cudaError_t run_any(const Call& c) {
   using C = Compute<T>;
   if (c.name.rfind("norm_conv_", 0) == 0) return run_conv<T>(c);
   if (c.name.rfind("norm_sum_", 0) == 0) return run_sum<T>(c);
+  if (c.name.rfind("norm_pool_", 0) == 0) return run_pool<T>(c);
+  for (const char* op : {"template_mix_", "cluster_penalty_", "entropy_penalty_"}) {
+    if (c.name.rfind(op, 0) == 0) return run_mixture<T>(c);
+  }
   if (c.name == "multiplex_forward") {
     return multiplex_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
   }
@@ -178,21 +231,24 @@ cudaError_t run_any(const Call& c) {
     return sample_mask_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4),
                                    static_cast<C>(c.floats.at(0)), c.ints.at(0), mask_noise(c, 5), nullptr);
   }
-  if (c.name == "mask_thresholds") return mask_thresholds<T>(c.at<T>(0), c.at<int32_t>(1), c.ints.at(0), nullptr);
-  // ints: as for mask_noise, then rows, out, in
+  // ints: as for mask_noise, then rows, out, in, allow_tf32
   const auto linear_shape = [&] { return LinearShape{c.ints.at(5), c.ints.at(6), c.ints.at(7)}; };
   if (c.name == "masked_linear_forward") {
-    return masked_linear_forward<T>(c.at<T>(0), c.at<T>(1), c.at<int32_t>(2), c.at<T>(3), c.at<T>(4), linear_shape(),
-                                    mask_noise(c, 5), nullptr);
+    return with_scratch<C>(masked_linear_scratch<T>(linear_shape(), c.ints.at(2), false), [&](C* scratch, unsigned* t) {
+      return masked_linear_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), scratch, t,
+                                      c.ints.at(8) != 0, linear_shape(), mask_noise(c, 5), nullptr);
+    });
   }
   if (c.name == "masked_linear_backward_x") {
-    return masked_linear_backward_x<T>(c.at<T>(0), c.at<T>(1), c.at<int32_t>(2), c.at<T>(3), linear_shape(),
-                                       mask_noise(c, 4), nullptr);
+    return with_scratch<C>(masked_linear_scratch<T>(linear_shape(), c.ints.at(2), true), [&](C* scratch, unsigned* t) {
+      return masked_linear_backward_x<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), scratch, t,
+                                         c.ints.at(8) != 0, linear_shape(), mask_noise(c, 4), nullptr);
+    });
   }
   if (c.name == "masked_linear_backward_weight") {
-    return masked_linear_backward_weight<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<int32_t>(4),
-                                            c.at<T>(5), c.at<T>(6), static_cast<C>(c.floats.at(0)), linear_shape(),
-                                            mask_noise(c, 7), nullptr);
+    return masked_linear_backward_weight<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<T>(5),
+                                            static_cast<C>(c.floats.at(0)), c.ints.at(8) != 0, linear_shape(),
+                                            mask_noise(c, 6), nullptr);
   }
   std::cerr << "unknown function " << c.name << std::endl;
   std::exit(2);

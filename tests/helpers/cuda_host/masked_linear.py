@@ -10,8 +10,7 @@ from torch import Tensor
 from fastmod import noise
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.masked_linear import reference
-from fastmod.ops.sample_mask import words_off
-from tests.helpers.cuda_host import Harness, InOut, Out
+from tests.helpers.cuda_host import Harness, Out
 from tests.helpers.cuda_host.checks import F32, F64, INF, NAN, SEED, Results, assert_draws_close, gradients, random
 
 
@@ -23,6 +22,7 @@ class MaskedLinear(NamedTuple):
     biased: bool = True
     pointer: bool = False  # the seed in device memory
     needs: tuple[bool, bool] = (True, True)  # gradients of weight and logits
+    first: int = 0  # sample of the noise
     special: bool = False  # NaN and infinite logits, a weight that is NaN
 
     def id(self) -> str:
@@ -46,29 +46,23 @@ def masked_linear_results(harness: Harness, case: MaskedLinear, draw: int) -> Re
         weight.view(-1)[-1] = NAN
     offsets = biases if case.biased else None
     seed = torch.tensor(SEED) if case.pointer else None
-    noise_ints = [0, 0, samples, noise.STREAM_MASK, 0 if case.pointer else SEED, rows, outputs, inputs]
+    noise_ints = [0, case.first, samples, noise.STREAM_MASK, 0 if case.pointer else SEED, rows, outputs, inputs, 0]
     options: dict[str, Any] = {"ints": noise_ints, "dtype": dtype}
-    off_out = InOut(torch.full((outputs, inputs), -7, dtype=torch.int32))
-    (off,) = harness.call("mask_thresholds", logits, off_out, ints=[weight.numel()], dtype=dtype)
-    known = ~logits.isnan()
-    assert torch.equal(off[known].long(), words_off(logits)[known])
-    assert (off[~known] == -1).all()
     (out,) = harness.call(
-        "masked_linear_forward", x, weight, off, offsets, Out(samples, rows, outputs, dtype=dtype), seed, **options
+        "masked_linear_forward", x, weight, logits, offsets, Out(samples, rows, outputs, dtype=dtype), seed, **options
     )
     (dx,) = harness.call(
-        "masked_linear_backward_x", grad, weight, off, Out(samples, rows, inputs, dtype=dtype), seed, **options
+        "masked_linear_backward_x", grad, weight, logits, Out(samples, rows, inputs, dtype=dtype), seed, **options
     )
     wanted = [Out(outputs, inputs, dtype=dtype) if needed else None for needed in case.needs]
     got = [out, dx]
     got += harness.call(
-        "masked_linear_backward_weight", grad, x, weight, logits, off if case.needs[0] else None, *wanted, seed,
-        floats=[case.tau], **options,
-    )  # fmt: skip
+        "masked_linear_backward_weight", grad, x, weight, logits, *wanted, seed, floats=[case.tau], **options
+    )
 
     def plain(*inputs: Tensor) -> Tensor:
         wide_x, *wide = (t.to(compute_dtype(t)) for t in inputs)
-        flat = reference(wide_x.flatten(0, 1), *wide, None, None, torch.tensor(SEED), samples, case.tau)
+        flat = reference(wide_x.flatten(0, 1), *wide, None, None, torch.tensor(SEED), samples, case.tau, case.first)
         result = flat.view(samples, rows, outputs)
         return (result if offsets is None else result + offsets.to(result.dtype).unsqueeze(1)).to(inputs[0].dtype)
 

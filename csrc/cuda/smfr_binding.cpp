@@ -1,0 +1,292 @@
+// smfr on CUDA tensors: a stack of MFNNRs in three launches where smfr.cu can serve it, else layer by layer.
+#include "image_binding.h"
+
+namespace fastmod::cuda::bindings {
+namespace {
+
+// Parameters and tensors of one layer, in the dtype of x; nothing is cast but a temperature that is not fp32.
+struct LayerTensors {
+  MfnnrSizes sizes;
+  RoutingArguments routing;
+  std::vector<Tensor> params;  // route, update
+};
+
+std::vector<Tensor> contiguous(TensorList route, TensorList update) {
+  std::vector<Tensor> result;
+  for (const TensorList list : {route, update}) {
+    for (const Tensor& tensor : list) result.push_back(tensor.contiguous());
+  }
+  return result;
+}
+
+std::vector<int64_t> batch_and(const Tensor& x, std::initializer_list<int64_t> trailing) {
+  auto sizes = x.sizes().slice(0, x.dim() - 2).vec();
+  sizes.insert(sizes.end(), trailing);
+  return sizes;
+}
+
+template <typename T>
+Stack<T> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, bool context, double threshold,
+                  std::vector<LayerTensors>& kept) {
+  Stack<T> stack{};
+  const MfnnrSizes& first = kept[0].sizes;
+  stack.batch = first.batch;
+  stack.x = data<T>(x);
+  stack.depth = static_cast<int>(layers.size());
+  stack.m = static_cast<int>(first.in_blocks);
+  stack.d = static_cast<int>(first.block);
+  stack.route = static_cast<int>(layers[0].route.size() / 2);
+  stack.update = static_cast<int>(layers[0].update.size() / 2);
+  stack.mode = kept[0].routing.mode;
+  stack.context = context;
+  stack.precise = !at::globalContext().allowTF32CuBLAS();
+  stack.threshold = static_cast<float>(threshold);
+  for (size_t l = 0; l < layers.size(); ++l) {
+    const auto routing = kept[l].routing.as<float>();
+    StackLayer<T>& layer = stack.layer[l];
+    layer.tau = const_cast<float*>(routing.tau);
+    layer.seed = routing.seed;
+    layer.seed_value = routing.seed_value;
+    layer.tau_value = routing.tau_value;
+    layer.n = static_cast<int>(kept[l].sizes.out_blocks);
+    const size_t per_layer = kept[l].params.size() / 2;
+    for (size_t i = 0; i < per_layer; ++i) {
+      const Tensor &weight = kept[l].params[2 * i], &bias = kept[l].params[2 * i + 1];
+      stack.linear[l * per_layer + i] = {data<T>(weight), data<T>(bias), static_cast<int>(weight.size(0)),
+                                         static_cast<int>(weight.size(1))};
+    }
+  }
+  return stack;
+}
+
+std::vector<LayerTensors> tensors_of(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode,
+                                     bool context) {
+  std::vector<LayerTensors> result;
+  Tensor input = x;  // only sizes are read off it
+  for (const StackedLayer& layer : layers) {
+    const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context);
+    result.push_back({sizes, RoutingArguments(x, layer.tau, layer.tau_value, layer.seed, mode),
+                      contiguous(layer.route, layer.update)});
+    if (result.size() < layers.size()) {
+      input = x.new_empty({1}).expand(batch_and(x, {sizes.out_blocks, sizes.block}));
+    }
+  }
+  return result;
+}
+
+template <typename Run>
+void dispatch_narrow(at::ScalarType type, Run&& run) {
+  if (type == at::kHalf) return run(static_cast<__half*>(nullptr));
+  if (type == at::kBFloat16) return run(static_cast<__nv_bfloat16*>(nullptr));
+  run(static_cast<float*>(nullptr));
+}
+
+}  // namespace
+
+// By sizes alone, and by what the GPU has.
+bool stack_fits(const Tensor& x, const std::vector<StackedLayer>& layers) {
+  if (x.scalar_type() == at::kDouble || layers.size() > kStackLayers) return false;
+  Stack<float> stack{};  // has the largest weights
+  stack.depth = static_cast<int>(layers.size());
+  stack.d = static_cast<int>(x.size(-1));
+  stack.m = static_cast<int>(x.size(-2));
+  stack.route = static_cast<int>(layers[0].route.size() / 2);
+  stack.update = static_cast<int>(layers[0].update.size() / 2);
+  stack.context = layers[0].update[0].size(1) > x.size(-1) * layers[0].route.back().size(0) / x.size(-2);
+  const int per_layer = stack.route + stack.update;
+  if (stack.depth * per_layer > kStackLinears) return false;
+  int64_t m = x.size(-2);
+  for (int l = 0; l < stack.depth; ++l) {
+    const int64_t n = layers[l].route.back().size(0) / m;
+    stack.layer[l].n = static_cast<int>(n);
+    m = n;
+    for (int i = 0; i < per_layer; ++i) {
+      const Tensor& weight = i < stack.route ? layers[l].route[2 * i] : layers[l].update[2 * (i - stack.route)];
+      if (weight.size(0) > (1 << 20) || weight.size(1) > (1 << 20)) return false;
+      stack.linear[l * per_layer + i].out = static_cast<int>(weight.size(0));
+    }
+  }
+  return cuda::stack_fits(stack);
+}
+
+StackOutput stack_forward(const Tensor& x_, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
+                          double threshold, bool save) {
+  std::vector<LayerTensors> tensors = tensors_of(x_, layers, mode, context);
+  const c10::cuda::OptionalCUDAGuard guard(x_.device());
+  const int64_t batch = tensors[0].sizes.batch, padded = (batch + kBatchTile - 1) / kBatchTile * kBatchTile;
+  const auto wide = x_.options().dtype(at::kFloat);
+  StackOutput found;
+  for (const LayerTensors& layer : tensors) {
+    const MfnnrSizes& s = layer.sizes;
+    found.outs.push_back(at::empty(batch_and(x_, {s.out_blocks, s.block}), x_.options()));
+    found.logits.push_back(at::empty(batch_and(x_, {s.in_blocks, s.out_blocks}), x_.options()));
+    found.gates.push_back(at::empty(batch_and(x_, {s.out_blocks}), x_.options()));
+    found.saved.push_back(at::empty({save ? s.rows * padded : 0}, wide));
+  }
+  if (batch == 0) {
+    found.penalty = at::zeros({}, wide);
+    return found;
+  }
+  const Tensor x = x_.contiguous();
+  const Workspace space(x, {1 + stack_tiles(batch), 1});
+  found.penalty = at::empty({}, wide);
+  dispatch_narrow(x.scalar_type(), [&](auto* pointer) {
+    using T = Element<decltype(pointer)>;
+    Stack<T> stack = stack_of<T>(x, layers, context, threshold, tensors);
+    for (size_t l = 0; l < layers.size(); ++l) {
+      stack.layer[l].out = data<T>(found.outs[l]);
+      stack.layer[l].logits = data<T>(found.logits[l]);
+      stack.layer[l].gate = data<T>(found.gates[l]);
+      stack.layer[l].saved = save ? data<float>(found.saved[l]) : nullptr;
+    }
+    C10_CUDA_CHECK(cuda::smfr_forward<T>(stack, data<float>(found.penalty), data<float>(space.numbers),
+                                         data<unsigned>(space.tickets), stream()));
+  });
+  return found;
+}
+
+StackGrads stack_backward(const OptionalTensor& grad_out_, const OptionalTensor& grad_penalty_, const Tensor& x_,
+                          const std::vector<StackedLayer>& layers, int64_t mode, bool context, double threshold,
+                          const std::vector<Tensor>& inputs, const std::vector<Tensor>& saved, bool need_x,
+                          bool need_params) {
+  std::vector<LayerTensors> tensors = tensors_of(x_, layers, mode, context);
+  const c10::cuda::OptionalCUDAGuard guard(x_.device());
+  const int64_t batch = tensors[0].sizes.batch;
+  const auto wide = x_.options().dtype(at::kFloat);
+  const bool zeros = batch == 0, need_taus = layers[0].tau.has_value();
+  const auto made = [&](at::IntArrayRef sizes, const at::TensorOptions& options) {
+    return zeros ? at::zeros(sizes, options) : at::empty(sizes, options);
+  };
+  StackGrads found{need_x ? made(x_.sizes(), x_.options()) : at::empty({0}, x_.options()), {}, {}};
+  for (const LayerTensors& layer : tensors) {
+    if (need_taus) found.taus.push_back(made({}, wide));
+    for (const Tensor& param : layer.params) {
+      if (need_params) found.params.push_back(made(param.sizes(), param.options()));
+    }
+  }
+  if (zeros) return found;
+  const Tensor x = x_.contiguous(), grad_out = dense(grad_out_);
+  const bool penalised = grad_penalty_ && grad_penalty_->defined() && threshold != kNoPenalty;
+  const Tensor grad_penalty = penalised ? grad_penalty_->to(at::kFloat) : Tensor();
+  std::vector<Tensor> grads, below;
+  for (size_t l = 0; l < layers.size(); ++l) {
+    const MfnnrSizes& s = tensors[l].sizes;
+    TORCH_CHECK_VALUE(saved[l].scalar_type() == at::kFloat && saved[l].numel() >= s.rows * batch,
+                      "saved: expected what the forward returned with save = True, got ", saved[l].sizes());
+    grads.push_back(need_params ? at::empty({(s.rows - s.routed()) * batch}, wide) : Tensor());
+    if (l > 0) below.push_back(inputs[l - 1].to(x.scalar_type()).contiguous());
+  }
+  const int64_t tiles = stack_tiles(batch);
+  const Tensor partials = need_taus ? at::empty({static_cast<int64_t>(layers.size()) * tiles}, wide) : Tensor();
+  dispatch_narrow(x.scalar_type(), [&](auto* pointer) {
+    using T = Element<decltype(pointer)>;
+    Stack<T> stack = stack_of<T>(x, layers, context, threshold, tensors);
+    for (size_t l = 0; l < layers.size(); ++l) {
+      stack.layer[l].out = l < below.size() ? data<T>(below[l]) : nullptr;
+      stack.layer[l].saved = data<float>(saved[l]);
+      stack.layer[l].grads = data<float>(grads[l]);
+    }
+    C10_CUDA_CHECK(cuda::smfr_backward<T>(stack, data<T>(grad_out), data<float>(grad_penalty),
+                                          need_x ? data<T>(found.x) : nullptr, data<float>(partials), stream()));
+    for (int i = 0; i < stack.depth * (stack.route + stack.update); ++i) {
+      stack.linear[i].weight = need_params ? data<T>(found.params[2 * i]) : nullptr;
+      stack.linear[i].bias = need_params ? data<T>(found.params[2 * i + 1]) : nullptr;
+    }
+    for (size_t l = 0; l < found.taus.size(); ++l) stack.layer[l].tau = data<float>(found.taus[l]);
+    C10_CUDA_CHECK(cuda::smfr_backward_weight<T>(stack, data<float>(partials), stream()));
+  });
+  return found;
+}
+
+namespace {
+
+std::vector<StackedLayer> layers_of(const Tensor& x, TensorList params, int64_t fnn_tensors, TensorList taus,
+                                    TensorList seeds, bool context) {
+  check_smfr(params, fnn_tensors, taus, seeds);
+  std::vector<StackedLayer> layers;
+  Tensor input = x;  // only sizes are read off it
+  const size_t count = static_cast<size_t>(fnn_tensors);
+  for (size_t at = 0, l = 0; at < params.size(); at += 2 * count, ++l) {
+    layers.push_back({params.slice(at, count), params.slice(at + count, count),
+                      taus.empty() ? OptionalTensor() : taus[l], 1.0, seeds.empty() ? OptionalTensor() : seeds[l]});
+    const MfnnrSizes sizes = check_mfnnr(input, layers[l].route, layers[l].update, context);
+    input = x.new_empty({1}).expand(batch_and(x, {sizes.out_blocks, sizes.block}));
+  }
+  return layers;
+}
+
+// How many layers are served together: all, up to what a launch takes, or one if they do not fit.
+size_t layers_together(const Tensor& x, const std::vector<StackedLayer>& layers) {
+  const size_t most = std::min<size_t>(kStackLayers, kStackLinears / std::max<size_t>(1, layers[0].route.size()));
+  int64_t m = x.size(-2);
+  for (size_t l = 0; l < layers.size() && most > 0; l += most) {
+    const std::vector<StackedLayer> some(layers.begin() + l, layers.begin() + std::min(layers.size(), l + most));
+    if (!stack_fits(x.new_empty({1}).expand({m, x.size(-1)}), some)) return 1;
+    for (const StackedLayer& layer : some) m = layer.route.back().size(0) / m;
+  }
+  return std::max<size_t>(1, most);
+}
+
+std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> smfr_forward(
+    const Tensor& x_, TensorList params, int64_t fnn_tensors, TensorList taus, TensorList seeds, int64_t mode,
+    bool context, double threshold, bool save) {
+  const auto layers = layers_of(x_, params, fnn_tensors, taus, seeds, context);
+  const size_t together = layers_together(x_, layers);
+  Tensor x = x_, penalty;
+  std::vector<Tensor> logits, gates, saved;
+  for (size_t l = 0; l < layers.size(); l += together) {
+    const std::vector<StackedLayer> some(layers.begin() + l,
+                                         layers.begin() + std::min(layers.size(), l + together));
+    const StackOutput found = stack_or_layer_forward(x, some, mode, context, threshold, save);
+    penalty = penalty.defined() ? at::add(penalty, found.penalty) : found.penalty;
+    logits.insert(logits.end(), found.logits.begin(), found.logits.end());
+    gates.insert(gates.end(), found.gates.begin(), found.gates.end());
+    for (size_t i = 0; i < some.size() && save; ++i) {
+      saved.push_back(found.saved[i]);
+      if (l + i + 1 < layers.size()) saved.push_back(found.outs[i]);
+    }
+    x = found.outs.back();
+  }
+  return {x, penalty, logits, gates, saved};
+}
+
+std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
+                                  TensorList params, int64_t fnn_tensors, TensorList taus, TensorList seeds,
+                                  int64_t mode, bool context, double threshold, TensorList saved, bool need_x,
+                                  bool need_params) {
+  const auto layers = layers_of(x, params, fnn_tensors, taus, seeds, context);
+  TORCH_CHECK_VALUE(saved.size() == 2 * layers.size() - 1, "saved: expected ", 2 * layers.size() - 1,
+                    " tensors of a forward with save = True, got ", saved.size());
+  const size_t together = layers_together(x, layers);
+  OptionalTensor grad = grad_out;
+  std::vector<Tensor> grad_taus, grad_params;
+  for (size_t end = layers.size(); end > 0;) {
+    const size_t first = (end - 1) / together * together;
+    const std::vector<StackedLayer> some(layers.begin() + first, layers.begin() + end);
+    std::vector<Tensor> inputs, kept;
+    for (size_t l = first; l < end; ++l) {
+      if (l > first) inputs.push_back(saved[2 * l - 1]);
+      kept.push_back(saved[2 * l]);
+    }
+    const StackGrads found =
+        stack_or_layer_backward(grad, grad_penalty, first ? saved[2 * first - 1] : x, some, mode, context, threshold,
+                                inputs, kept, first > 0 || need_x, need_params);
+    grad = found.x;
+    grad_taus.insert(grad_taus.begin(), found.taus.begin(), found.taus.end());
+    grad_params.insert(grad_params.begin(), found.params.begin(), found.params.end());
+    end = first;
+  }
+  std::vector<Tensor> grads{*grad};
+  if (!taus.empty()) grads.insert(grads.end(), grad_taus.begin(), grad_taus.end());
+  grads.insert(grads.end(), grad_params.begin(), grad_params.end());
+  return grads;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastmod, CUDA, m) {
+  m.impl("smfr_forward", smfr_forward);
+  m.impl("smfr_backward", smfr_backward);
+}
+
+}  // namespace fastmod::cuda::bindings

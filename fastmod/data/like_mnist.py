@@ -1,0 +1,67 @@
+"""Fashion-MNIST and KMNIST: other images in the files of MNIST."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fastmod.data.idx import DataError
+from fastmod.data.mnist import CHECKSUMS, MNIST, find_file, read_files
+
+FASHION_CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+#: Where the files are looked for below $FASTMOD_DATA; not in the folder itself, where MNIST may be.
+FASHION_FOLDERS = ("fashion_mnist", "fashion-mnist", "FashionMNIST/raw")
+KMNIST_FOLDERS = ("kmnist", "KMNIST/raw")
+
+
+def load_fashion_mnist(root: str | os.PathLike[str] | None = None) -> MNIST:
+    """Read Fashion-MNIST. Looked for in ``root``; else in the folder ``fashion_mnist`` of ``$FASTMOD_DATA``.
+
+    Args:
+        root: folder with the four files of :func:`fastmod.data.mnist`, plain or ``.gz``; a file that is missing may be
+            in the only folder inside of it that has it, as where only a part of the training images is kept.
+
+    Returns:
+        uint8 images ``[60000, 28, 28]``, int64 labels ``[60000]``, and the same of 10000 test images.
+
+    Raises:
+        DataError: nothing found, or a file is missing or damaged.
+    """
+    return _load("Fashion-MNIST", FASHION_FOLDERS, root)
+
+
+def load_kmnist(root: str | os.PathLike[str] | None = None) -> MNIST:
+    """Read KMNIST, cursive Japanese characters of ten classes; else as :func:`load_fashion_mnist`."""
+    return _load("KMNIST", KMNIST_FOLDERS, root)
+
+
+def _load(title: str, folders: tuple[str, ...], root: str | os.PathLike[str] | None) -> MNIST:
+    if root is not None:
+        return _read(title, Path(root))
+    variable = os.environ.get("FASTMOD_DATA")
+    for folder in (Path(variable, name) for name in folders) if variable else ():
+        if folder.is_dir():
+            return _read(title, folder)
+    where = f" in FASTMOD_DATA={variable}" if variable else ""
+    raise DataError(
+        f"{title}: not found{where}; give a folder with {', '.join(CHECKSUMS)} (plain or .gz), or set FASTMOD_DATA to "
+        f"the folder that {folders[0]} is in"
+    )
+
+
+def _read(title: str, folder: Path) -> MNIST:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; {title} is read from a folder with {', '.join(CHECKSUMS)}")
+    inner = sorted(path for path in folder.iterdir() if path.is_dir())
+    part = [path for path in inner if all(find_file(path, name) for name in list(CHECKSUMS)[:2])]
+    files: dict[str, Path] = {}
+    for images, labels in (list(CHECKSUMS)[:2], list(CHECKSUMS)[2:]):
+        # Both from one place: there may be labels of all images beside a part of the images.
+        places = [folder, *(part if len(part) == 1 and images.startswith("train") else ())]
+        place = next((place for place in places if find_file(place, images)), folder)
+        for name in (images, labels):
+            file = find_file(place, name)
+            if file is None:
+                raise DataError(f"{place}: expected {name} (plain or .gz), a file of {title}")
+            files[name] = file
+    return read_files(files, verify=False)

@@ -1,0 +1,150 @@
+"""One trial on several processes: ``torchrun --nproc-per-node N -m fastmod study ...``.
+
+Every process holds the whole model and makes the whole batch, from the same seed, and trains on its part of it; the
+gradients are averaged before each step. So N processes do what one does with the same batch, to rounding, where the
+loss is a mean over the batch and the model draws no noise and normalises no batch: noise is each process's own, and
+statistics of a batch are those of its part, as in DistributedDataParallel. The first process alone writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastmod.runs.config import StudyError
+
+T = TypeVar("T")
+
+
+class Alone:
+    """A team of one, which has nobody to agree with."""
+
+    rank, size = 0, 1
+
+    def part(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Of a step's batch, each tensor ``[B, ...]``: what this process trains on, ``[B / size, ...]``."""
+        return batch
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients, over all processes."""
+
+    def mean(self, value: Tensor) -> Tensor:
+        return value
+
+    def noise(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, torch's generators are this process's own."""
+        return contextlib.nullcontext()
+
+    def same(self, value: T) -> T:
+        """The first process's."""
+        return value
+
+    def same_buffers(self, model: nn.Module) -> None: ...
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+class Team(Alone):
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def part(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        lengths = {len(tensor) for tensor in batch if tensor.dim()}  # a scalar is about the whole step
+        if len(lengths) != 1 or max(lengths) % self.size:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in batch)
+            raise StudyError(f"batch: expected a multiple of the {self.size} processes, got tensors {shapes}")
+        count = max(lengths) // self.size
+        here = slice(self.rank * count, (self.rank + 1) * count)
+        return tuple(tensor[here] if tensor.dim() else tensor for tensor in batch)
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for grad in grads:
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        for several in by_dtype.values():
+            flat = torch.cat([grad.reshape(-1) for grad in several])  # one message
+            dist.all_reduce(flat)
+            parts = flat.div_(self.size).split([grad.numel() for grad in several])
+            for grad, part in zip(several, parts, strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def mean(self, value: Tensor) -> Tensor:
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return total / self.size
+
+    @contextlib.contextmanager
+    def noise(self) -> Iterator[None]:
+        # Drawn from the common generator, whose state after it is the same everywhere, and in every checkpoint.
+        seed = int(torch.randint(2**62, ()))
+        state = torch.get_rng_state()
+        torch.manual_seed(seed + self.rank)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+    def same(self, value: T) -> T:
+        box: list[Any] = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def same_buffers(self, model: nn.Module) -> None:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+    def any(self, flag: bool) -> bool:
+        found = torch.tensor(float(flag), device=_device())
+        dist.all_reduce(found)
+        return bool(found)
+
+
+team: Alone = Alone()
+
+
+def launched() -> bool:
+    """By torchrun, and not alone."""
+    return dist.is_available() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Alone]:
+    """The team that torchrun made this process a part of; a team of one without it."""
+    global team
+    if not launched():
+        yield team
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    before, team = team, Team()
+    try:
+        yield team
+    finally:
+        team = before
+        dist.destroy_process_group()
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+class Silent:
+    """The ledger of every process but the first."""
+
+    def state(self) -> dict[str, Any] | None:
+        return None
+
+    def add(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def save(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,208 @@
+"""Rows of docs/results.md out of run folders: what was found, with how many trials and steps, by which commit, and
+whether with the paper's settings.
+
+Run folders are large and stay where they are. What the page needs of one is kept as a record, a small JSON file in the
+folder beside the page (docs/results/ of docs/results.md), so that its tables can be made again at any time. They stand
+between two marks, and all text around them is left alone::
+
+    <!-- results study=bpmnist rows="test accuracy" runs="bpmnist-25k*" -->
+    <!-- end of results -->
+
+``study``: one, or several with commas between; ``rows``: what to find in the names of rows, a regular expression;
+``runs``: a pattern of record names; the last two may be left out. A sweep has a row per cell, model and measure.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastmod.runs import report, tables
+from fastmod.runs import sweep as sweeps
+from fastmod.runs.checkpoint import write_atomically
+from fastmod.runs.config import StudyError, changed
+from fastmod.runs.folder import Plan, RunFolder, file_name
+from fastmod.runs.study import Study, shown
+from fastmod.studies import registry
+
+FORMAT = "fastmod result 1"
+HEADER = (
+    "| study, row | paper | ours (mean ± standard error) | seeds | steps | minutes | setting | commit |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+_BEGIN = re.compile(r"<!-- results (?P<words>[^\n]*?) -->\n")
+_END = "<!-- end of results -->"
+
+
+def record(path: Path) -> dict[str, Any]:
+    """What the page needs of a finished run or sweep."""
+    if (path / "sweep.json").exists():
+        return _record_of_sweep(path)
+    folder = RunFolder(path)
+    found = report.read_result(folder)
+    plan = folder.plan()
+    study = registry.get(plan.study)
+    config = changed(study.defaults, plan.settings)
+    keys = ("name", "paper", "mean", "standard_error", "trials", "steps", "minutes")
+    settings = {model: study.setting(config, model) for model in plan.models}
+    rows = [{**{key: row[key] for key in keys}, "setting": _setting(row["name"], settings)} for row in found["table"]]
+    return _record(path, study, plan, rows)
+
+
+def _record(path: Path, study: Study, plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "format": FORMAT, "run": path.resolve().name, "study": plan.study, "paper": study.paper,
+        "seeds": plan.seeds, "device": plan.device, "versions": plan.versions, "apart": _apart(study, plan.settings),
+        "rows": rows,
+    }  # fmt: skip
+
+
+def _record_of_sweep(path: Path) -> dict[str, Any]:
+    """A row per cell, model and measure, and those of the best trials."""
+    sweep, found = sweeps.read(sweeps.SweepFolder(path))
+    study = registry.get(sweep.plan.study)
+    best = tables.best_lines(found, sweep.best, sweep.by) if sweep.best else []
+    grid = " ".join(f"{key}={','.join(map(str, values))}" for key, values in sweep.grid.items())
+    rows = []
+    for line in [*tables.cell_lines(found), *best]:
+        inside = [(cell, one) for cell, one in found if one.model == line["model"] and _within(cell.values, line)]
+        cell, _ = inside[0]
+        if line["kind"] == "cell":
+            where, setting = cell.name, study.setting(changed(study.defaults, cell.plan.settings), line["model"])
+        else:
+            where, setting = line["kind"], f"over the grid {grid}"
+        rows.append(
+            {"name": f"{line['model']}, {line['measure']}, {where}", "paper": "-", "setting": setting,
+             **{key: line[key] for key in ("mean", "standard_error", "trials")},
+             "steps": max(one.steps for _, one in inside), "minutes": sum(one.seconds for _, one in inside) / 60}
+        )  # fmt: skip
+    return _record(path, study, sweep.plan, rows)
+
+
+def _within(values: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    """Whether a cell is the one that a line is about; every cell is, where it is about the best of all."""
+    return line["kind"] != "cell" or tables.plain(values).items() <= line.items()
+
+
+def _setting(row: str, settings: Mapping[str, str]) -> str:
+    """Of the model that the row is about, the longest of those it names; of all models if it names none."""
+    named = [model for model in settings if re.search(rf"(?<![\w-]){re.escape(model)}(?![\w-])", row)]
+    several = [settings[max(named, key=len)]] if named else list(dict.fromkeys(settings.values()))
+    return "; ".join(several)
+
+
+def _apart(study: Study, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that are not the study's defaults."""
+    defaults = json.loads(json.dumps(vars(study.defaults)))
+    given = json.loads(json.dumps(settings))
+    kept = ("checkpoint_seconds", "data")  # say nothing about the result, or where somebody's files are
+    return {key: value for key, value in given.items() if key not in kept and defaults.get(key) != value}
+
+
+def lines(kept: Mapping[str, Any], rows: str = "") -> list[str]:
+    """Rows of the table, in Markdown; those without a figure of ours are left out."""
+    found = []
+    for row in kept["rows"]:
+        if row["mean"] is None or not re.search(rows, row["name"]):
+            continue
+        cells = [
+            f"`{kept['study']}` {row['name']}", row["paper"], shown(row["mean"], row["standard_error"]),
+            _seeds(kept["seeds"], row["trials"]), f"{row['steps']:,}", f"{row['minutes']:.1f}", row["setting"],
+            _commit(kept["versions"]),
+        ]  # fmt: skip
+        found.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return found
+
+
+def _seeds(seeds: Sequence[int], trials: int) -> str:
+    """``0-4``; with the number of trials where it is another one."""
+    text = (
+        f"{seeds[0]}-{seeds[-1]}" if list(seeds) == list(range(seeds[0], seeds[-1] + 1)) else ", ".join(map(str, seeds))
+    )
+    text = str(seeds[0]) if len(seeds) == 1 else text
+    return text if trials == len(seeds) else f"{text} ({trials} trials)"
+
+
+def _commit(versions: Mapping[str, str]) -> str:
+    sha, _, changes = versions.get("commit", "unknown").partition(" ")
+    return sha[:12] + (" +" if changes else "")
+
+
+# ---- the page
+
+
+def records_folder(page: Path) -> Path:
+    return page.with_suffix("")
+
+
+def read_records(page: Path) -> dict[str, dict[str, Any]]:
+    """Name -> record, of all that are kept for the page."""
+    found = {}
+    for file in sorted(records_folder(page).glob("*.json")):
+        try:
+            kept = json.loads(file.read_text())
+            if kept["format"] != FORMAT:
+                raise ValueError(f"format {kept['format']!r}, expected {FORMAT!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise StudyError(f"{file}: not the record of a run ({error})") from None
+        found[file.stem] = kept
+    return found
+
+
+def write(page: Path, new: Sequence[dict[str, Any]]) -> list[str]:
+    """Keep the new records, and make all tables of the page again; the names of records that have no place on it."""
+    records = read_records(page)
+    records |= {file_name(kept["run"]): kept for kept in new}
+    text, homeless = filled(_text(page), records)
+    folder = records_folder(page)
+    for kept in new:
+        folder.mkdir(exist_ok=True)
+        content = json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(folder / f"{file_name(kept['run'])}.json", content.encode())
+    write_atomically(page, text.encode())
+    return homeless
+
+
+def _text(page: Path) -> str:
+    try:
+        return page.read_text()
+    except FileNotFoundError:
+        raise StudyError(f"--write {page}: no such file; it needs marks such as <!-- results study=algo -->") from None
+
+
+def filled(text: str, records: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """The text with its tables made anew, and the names of records that none of them takes."""
+    parts, at, homeless = [], 0, dict.fromkeys(records)
+    for mark in _BEGIN.finditer(text):
+        wanted = _wanted(mark["words"])
+        end = text.find(_END, mark.end())
+        if end < 0 or "<!-- results " in text[mark.end() : end]:
+            raise StudyError(f"{mark[0].strip()}: expected {_END} after it")
+        rows = []
+        for name, kept in records.items():
+            if kept["study"] in wanted["study"].split(",") and fnmatch.fnmatch(name, wanted["runs"]):
+                homeless.pop(name, None)
+                rows += lines(kept, wanted["rows"])
+        table = "\n".join([HEADER, *rows]) if rows else "(no run yet)"
+        parts += [text[at : mark.end()], table, "\n"]
+        at = end
+    return "".join([*parts, text[at:]]), list(homeless)
+
+
+def _wanted(words: str) -> dict[str, str]:
+    try:
+        given = dict(word.split("=", 1) for word in shlex.split(words))
+    except ValueError:
+        given = {}
+    if "study" not in given or not given.keys() <= {"study", "rows", "runs"}:
+        raise StudyError(f'<!-- results {words} -->: expected study=NAME, and perhaps rows="..." and runs="..."')
+    try:
+        re.compile(given.get("rows", ""))
+    except re.error as error:
+        raise StudyError(f"<!-- results {words} -->: rows: {error}") from None
+    return {"rows": "", "runs": "*", **given}

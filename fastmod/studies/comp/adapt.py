@@ -1,0 +1,281 @@
+"""Domain adaptation without labels: MNIST and its corruptions are known, USPS is new. Mixture weights alone adapt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmod.data import DataError
+from fastmod.models import IsometricNet
+from fastmod.runs.config import StudyError
+from fastmod.runs.study import Outcome, Row, Study
+from fastmod.studies.comp import alignment, reports, sources
+from fastmod.studies.comp.adapt_table import METHODS, TITLES, domain_rows, target_rows
+from fastmod.studies.comp.stages import Stage, StagedTrial, recalibrate
+from fastmod.studies.comp.training import CompConfig, measure
+from fastmod.tasks import corruptions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WARM_UP = 100  # steps of the second head alone, on the known domains
+
+
+@dataclass(frozen=True)
+class AdaptConfig(CompConfig):
+    steps: int = 1000  # on the known domains
+    adapt_steps: int = 300  # of each method
+    lr: float = 2e-3
+    adapt_lr: float = 0.01  # of the mixture weights
+    adapter_lr: float = 1e-3  # of the input adapter, where it is what adapts
+    batch: int = 16
+    evaluate_every: int = 200
+    se: bool = False
+    patch: int = 2
+    side: int = 16
+    dropout: float = 0.3
+    train_images: int = 10_000
+    domains: tuple[str, ...] = ("original", "shear", "scale", "shot_noise")  # of MNIST
+    begin: str = "shear"  # whose mixture weights the new domain begins with
+    svhn: str = "auto"  # as one more known domain: yes, no, or auto: where its files are
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adapt_steps < 1 or self.adapt_steps % self.chunk:
+            raise StudyError(f"adapt_steps: expected a multiple of chunk = {self.chunk}, got {self.adapt_steps}")
+        if not self.adapt_lr > 0 or not self.adapter_lr > 0:
+            raise StudyError(f"adapt_lr and adapter_lr: expected more than 0, got {self.adapt_lr}, {self.adapter_lr}")
+        if len(self.domains) < 2 or not set(self.domains) <= set(corruptions.DOMAINS):
+            raise StudyError(f"domains: expected two or more of {', '.join(corruptions.DOMAINS)}, got {self.domains}")
+        if self.begin not in self.domains:
+            raise StudyError(f"begin: expected one of domains = {', '.join(self.domains)}, got {self.begin!r}")
+        if self.svhn not in ("auto", "yes", "no"):
+            raise StudyError(f"svhn: expected auto, yes or no, got {self.svhn!r}")
+
+    @property
+    def with_svhn(self) -> bool:
+        if self.svhn != "auto":
+            return self.svhn == "yes"
+        try:
+            sources.read("svhn", self.place)
+        except DataError:
+            return False
+        return True
+
+
+class AdaptTrial(StagedTrial):
+    """Known domains keep their features, from the net as it was trained; the new one's move towards them.
+
+    Only the new domain's mixture weights are trained, of a net with fixed layers only the input adapter.
+    """
+
+    config: AdaptConfig
+
+    def __init__(self, config: AdaptConfig, name: str, seed: int, device: torch.device) -> None:
+        tasks = {domain: config.task("mnist", domain) for domain in config.domains}
+        if config.with_svhn:
+            tasks["svhn"] = config.task("svhn")
+        self.opponent: nn.Module | None = None  # what is trained beside the net and is not part of it
+        self.opponents_optimizer: torch.optim.Optimizer | None = None
+        stages = [Stage("pretrained", config.steps), *(Stage(method, config.adapt_steps) for method in METHODS)]
+        self.domains = len(tasks)
+        super().__init__(config, name, seed, device, tasks, config.task("usps"), stages)
+
+    def build(self, config: AdaptConfig, name: str, seed: int) -> IsometricNet:
+        fixed = name == "isometric"
+        return IsometricNet(
+            config.channels, config.templates if fixed else config.layers, config.templates, 10, self.domains,
+            config.se, in_channels=config.colours, patch=config.patch, output=(128, 256), bias=True, output_norm=False,
+            dropout=config.dropout, shared_head=True, signature="sequential" if fixed else None,
+            share_layers=config.layers // 2 if name == "half_shared" else 0,
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+
+    # ---- stages
+
+    @property
+    def source(self) -> int:
+        return self.config.domains.index(self.config.begin)
+
+    def after_pretraining(self) -> None:
+        """USPS without any adaptation, with the statistics of the domain it begins with, and with its own."""
+        net = self.pretrained()
+        net.add_task(self.source)
+        found = {"source": measure(net.eval(), self.new, self.number, None, self.device)[1]}
+        self._recalibrate(net)
+        found["target"] = measure(net.eval(), self.new, self.number, None, self.device)[1]
+        self.extra["results"]["source_only"] = found
+
+    def _recalibrate(self, net: IsometricNet) -> None:
+        recalibrate(net, self.number, self.new_data.images, self.config.batch * self.domains, self.seed)
+
+    def add_new(self, stage: Stage, resumed: bool) -> None:
+        self.known = self.pretrained().eval().requires_grad_(False)
+        net = self.model
+        net.add_task(self.source)
+        logits = net.body.logits
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name == "body.logits" or (logits is None and name.startswith("input_adapter.")))
+        if net.body.logits is not None:
+            others = torch.zeros(net.tasks, 1, 1, device=self.device)
+            others[self.number] = 1  # shares that are in common belong to the first task and stay as they are
+            net.body.logits.register_hook(lambda gradient: gradient * others)
+        self.opponent = self.opponents_optimizer = None
+        if stage.name == "adversarial":
+            self.opponent = alignment.Discriminator(self.config.channels).to(self.device)
+        elif stage.name == "moments":
+            self.opponent = alignment.TwoHeads(net.head.weight.detach(), net.head.bias.detach())
+        if self.opponent is not None:
+            self.opponents_optimizer = torch.optim.Adam(self.opponent.parameters(), 1e-3)
+        if not resumed:
+            self._recalibrate(net)
+            if stage.name == "moments":
+                self._warm_up()
+
+    def _warm_up(self) -> None:
+        """The second head learns the known domains before it is asked about the new one."""
+        assert self.opponent is not None and self.opponents_optimizer is not None
+        index = self.data.draw(_WARM_UP, self.config.batch, self.generator("heads"))
+        for some in index:
+            images, labels = self.data(some)
+            with torch.no_grad():
+                features = self.known.embed(images, None).transpose(0, 1)  # [S, B, F]
+            scores = self.opponent(features)
+            self._train_opponent(F.cross_entropy(scores.flatten(0, 2), labels.repeat(2, 1, 1).flatten()))
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        if not self.extra["stage"]:
+            return super().make_optimizer()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        rate = self.config.adapter_lr if self.model.body.logits is None else self.config.adapt_lr
+        return torch.optim.Adam([{"params": trained, "lr": rate, "first": rate}], foreach=True)
+
+    # ---- training
+
+    def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        if not self.extra["stage"]:
+            return super().batches(generator)
+        known = self.data.draw(self.config.chunk, self.config.batch, generator)
+        return self.new_data.draw(self.config.chunk, self.config.batch * self.domains, generator), known
+
+    def loss(self, index: Tensor, *more: Tensor) -> Tensor:  # type: ignore[override]
+        if not self.extra["stage"]:
+            return super().loss(index)
+        images, labels = self.new_data(index[0])
+        known, right = self.data(more[0])  # [S, B, ...]
+        loss = getattr(self, f"_{self.stage.name}")(images, labels, known, right)
+        self.average.update_parameters(self.model)
+        return loss
+
+    def _supervised(self, images: Tensor, labels: Tensor, known: Tensor, right: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(self.model, images), labels)
+
+    def _adversarial(self, images: Tensor, labels: Tensor, known: Tensor, right: Tensor) -> Tensor:
+        assert self.opponent is not None
+        with torch.no_grad():
+            theirs = self.known.features(known, None).flatten(0, 1)  # [B * S, C, H, W]
+        ours = self.model.features(images, self.number).squeeze(1)
+        self._rate(alignment.ADVERSARY_LR)
+        self._train_opponent(alignment.discriminator_loss(self.opponent(theirs), self.opponent(ours.detach())))
+        return alignment.fooling_loss(self.opponent(ours))
+
+    def _moments(self, images: Tensor, labels: Tensor, known: Tensor, right: Tensor) -> Tensor:
+        assert self.opponent is not None
+        with torch.no_grad():
+            theirs = self.known.embed(known, None).transpose(0, 1)  # [S, B, F]
+        ours = self.model.embed(images, self.number).squeeze(1)
+        self._rate(alignment.HEADS_LR)
+        scores = self.opponent(theirs).flatten(1, 2)  # [2, S * B, classes]
+        right_answers = sum(F.cross_entropy(each, right.flatten()) for each in scores)
+        self._train_opponent(right_answers - alignment.discrepancy(self.opponent(ours.detach())))
+        distance = alignment.MOMENT_WEIGHT * alignment.moment_distance(theirs, ours)
+        return distance + alignment.discrepancy(self.opponent(ours))
+
+    def _train_opponent(self, loss: Tensor) -> None:
+        """A step of its own; what the net's loss leaves in its gradients is cleared first."""
+        assert self.opponents_optimizer is not None
+        self.opponents_optimizer.zero_grad()
+        loss.backward()
+        self.opponents_optimizer.step()
+
+    def _rate(self, ends: tuple[float, float]) -> None:
+        assert self.opponents_optimizer is not None
+        done, whole = self.progress
+        for group in self.opponents_optimizer.param_groups:
+            group["lr"] = alignment.linear_rate(ends, done, whole)
+
+    # ---- measures
+
+    def predict(self, images: Tensor, number: int) -> Tensor:
+        if self.stage.name == "moments":
+            assert isinstance(self.opponent, alignment.TwoHeads)
+            return self.opponent.together(self.evaluated.embed(images, number).squeeze(1))
+        return super().predict(images, number)
+
+    def outcome(self) -> dict[str, Any]:
+        net = self.model
+        of_one = 1 if net.body.logits is None else net.tasks
+        trained = sum(p.numel() for p in net.parameters() if p.requires_grad) // of_one
+        if self.name == "half_shared":
+            trained -= self.config.layers // 2 * self.config.templates
+        if net.body.logits is not None:
+            self.extra["mixtures"][f"USPS, {self.stage.name}"] = self.evaluated.mixture(self.number).tolist()
+        return {**super().outcome(), "trained": trained}
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        found = super().state()
+        if self.opponent is not None and self.opponents_optimizer is not None:
+            found["opponent"] = [self.opponent.state_dict(), self.opponents_optimizer.state_dict()]
+        return found
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        if self.opponent is not None and self.opponents_optimizer is not None:
+            self.opponent.load_state_dict(state["opponent"][0])
+            self.opponents_optimizer.load_state_dict(state["opponent"][1])
+
+
+class CompAdapt(Study):
+    name = "comp-adapt"
+    title = "A new domain without labels: do a few mixture weights adapt a net to it?"
+    paper = "Compositional models, Tables 3, 4, 11, 12"
+    models = tuple(TITLES)
+    default_models = models
+    default_seeds = "0"
+    defaults = AdaptConfig()
+    quick: ClassVar[dict[str, Any]] = {
+        "steps": 20, "adapt_steps": 10, "evaluate_every": 10, "batch": 4, "layers": 4, "templates": 2,
+        "train_images": 200, "test_images": 100,
+    }  # fmt: skip
+    #: The paper's net and lengths (2 and 10 epochs of batches of 32); its optimiser and image side are not printed.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        model: {
+            "channels": 40, "layers": 16, "templates": 4, "colours": 3, "side": 32, "batch": 32, "steps": 3750,
+            "adapt_steps": 2280, "train_images": 0,
+        }
+        for model in models
+    }  # fmt: skip
+
+    def prepare(self, config: AdaptConfig) -> None:
+        for dataset in ("mnist", "usps", *(["svhn"] if config.svhn == "yes" else [])):
+            sources.read(dataset, config.place)
+
+    def trial(self, config: AdaptConfig, model: str, seed: int, device: torch.device) -> AdaptTrial:
+        return AdaptTrial(self.config_of(config, model), model, seed, device)
+
+    def table(self, outcome: Outcome) -> list[Row]:
+        rows: list[Row] = []
+        for model in outcome.models():
+            config, records = self.config_of(outcome.config, model), outcome.of(model)
+            rows += target_rows(config, model, records) + domain_rows(model, records)
+        return rows
+
+    def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
+        return dict(reports.mixture_figures(outcome, TITLES))

@@ -1,0 +1,110 @@
+"""The images of the compositional studies: a data set seen in a domain, of one side and so many colours."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastmod.data import load_cifar10, load_cifar100, load_fashion_mnist, load_kmnist, load_svhn, load_usps, mnist
+from fastmod.tasks import Labelled
+from fastmod.tasks.corruptions import corrupt
+
+#: Data set -> how it is read, the folder it is in, as people call it, its classes.
+_READERS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], str, str, int]] = {
+    "mnist": (mnist, "mnist", "MNIST", 10),
+    "fashion": (load_fashion_mnist, "fashion_mnist", "Fashion-MNIST", 10),
+    "kmnist": (load_kmnist, "kmnist", "KMNIST", 10),
+    "usps": (load_usps, "usps", "USPS", 10),
+    "svhn": (load_svhn, "svhn", "SVHN", 10),
+    "cifar10": (load_cifar10, "cifar10", "CIFAR-10", 10),
+    "cifar100": (load_cifar100, "cifar100", "CIFAR-100", 100),
+}
+DATASETS = tuple(_READERS)
+_LUMA = (299, 587, 114)  # brightness of red, green and blue, in thousandths
+
+
+class Where(NamedTuple):
+    """Where data sets are; ``environment`` is here so that what was read is read anew when it changes."""
+
+    data: str | None  # a folder with a folder for each data set; None: FASTMOD_DATA
+    verify: bool  # MNIST is the official one
+    environment: str | None
+
+
+class Task(NamedTuple):
+    """Images uint8 ``[N, C, S, S]`` and labels, of one data set in one domain."""
+
+    title: str
+    classes: int
+    train: Labelled
+    test: Labelled
+
+
+def where(data: str | None, verify: bool) -> Where:
+    return Where(data, verify, os.environ.get("FASTMOD_DATA"))
+
+
+def title_of(dataset: str, domain: str = "original") -> str:
+    name = _READERS[dataset][2]
+    return name if domain == "original" else f"{name} {domain.replace('_', ' ')}"
+
+
+def classes_of(dataset: str) -> int:
+    return _READERS[dataset][3]
+
+
+@functools.lru_cache(maxsize=len(_READERS))
+def read(dataset: str, place: Where) -> Sequence[Tensor]:
+    """Images and labels, of training and test, as they are in the files."""
+    load, folder, _, _ = _READERS[dataset]
+    root = None if place.data is None else Path(place.data, folder)
+    return load(root, verify=place.verify) if dataset == "mnist" else load(root)
+
+
+@functools.lru_cache(maxsize=16)
+def task(
+    dataset: str,
+    domain: str,
+    place: Where,
+    *,
+    side: int,
+    colours: int,
+    train: int,
+    test: int,
+    seed: int,
+) -> Task:
+    """The first ``train`` and ``test`` images (0: all) of ``side`` x ``side`` pixels, with 1 or 3 colours.
+
+    What is random of a domain is drawn from ``seed``, not the same for training and test.
+    """
+    images, labels, test_images, test_labels = read(dataset, place)
+    parts = []
+    for number, (some, right, most) in enumerate(((images, labels, train), (test_images, test_labels, test))):
+        some, right = (some[:most], right[:most]) if most else (some, right)
+        if domain != "original":
+            some = corrupt(some, domain, 2 * seed + number)
+        parts.append(Labelled(_shaped(some, side, colours), right))
+    return Task(title_of(dataset, domain), classes_of(dataset), *parts)
+
+
+def _shaped(images: Tensor, side: int, colours: int) -> Tensor:
+    """uint8 ``[N, H, W]`` or ``[N, 3, H, W]`` as ``[N, colours, side, side]``."""
+    if images.dim() == 3:
+        images = images[:, None]
+    if images.shape[1] == 3 and colours == 1:
+        weights = torch.tensor(_LUMA, dtype=torch.int32)[:, None, None]
+        images = (images.int() * weights).sum(1, keepdim=True).add(500).div(1000, rounding_mode="floor").byte()
+    if images.shape[-1] != side:
+        parts = [
+            F.interpolate(some.float(), (side, side), mode="bilinear", antialias=True).round().clamp(0, 255).byte()
+            for some in images.split(4096)
+        ]
+        images = torch.cat(parts)
+    return images.expand(-1, colours, -1, -1)

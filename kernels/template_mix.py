@@ -1,0 +1,340 @@
+"""Triton kernels and launchers of ``template_mix``: a program has some columns of the bank, and all rows of logits.
+
+Forward: the weights are made while their product with the bank is. Backward: the gradient is read once, for the bank's
+gradient and for this program's part in that of the weights; a second kernel adds the parts up and goes on to the
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from fastmod.kernels._common import OPTIONS, compute_type, divide, guard
+from fastmod.kernels._images import IEEE, TF32_THRICE, column_sums, power, precision, product, rounded
+from fastmod.kernels.masked_linear import factor_type
+from torch import Tensor
+
+from fastmod.gpu.specialisation import Dtype, Specialisation
+from fastmod.ops import _images
+from fastmod.ops._checks import compute_dtype
+from fastmod.ops.template_mix import MIXINGS, check_mixture
+
+SOFTMAX = tl.constexpr(MIXINGS.index("softmax"))
+TANH = tl.constexpr(MIXINGS.index("tanh"))
+SIZES = ["ROWS", "SIZE"]
+#: Parts of the gradient of the weights: as many programs, each with a fixed share of the columns.
+PROGRAMS = 256
+
+
+@triton.jit
+def logits_at(logits_ptr, row, k, ROWS, K: tl.constexpr, CT: tl.constexpr):
+    """``[rows, k]``; -inf beyond the last template, whose weight that makes 0."""
+    mask = (row < ROWS)[:, None] & (k < K)[None, :]
+    t = tl.load(logits_ptr + (row * K)[:, None] + k[None, :], mask=mask, other=0.0).to(CT)
+    return tl.where((k < K)[None, :], t, float("-inf"))
+
+
+@triton.jit
+def row_stats(logits_ptr, row, ROWS, K: tl.constexpr, MIXING: tl.constexpr, BLOCK_K: tl.constexpr, CT: tl.constexpr):
+    """The largest logit and the sum of the exponentials; the sum is NaN where torch's softmax is."""
+    largest = tl.full(row.shape, float("-inf"), CT)
+    total = tl.full(row.shape, 1.0, CT)
+    if MIXING == SOFTMAX:
+        local = tl.arange(0, BLOCK_K)
+        for first in range(0, K, BLOCK_K):
+            t = logits_at(logits_ptr, row, first + local, ROWS, K, CT)
+            largest = tl.maximum(largest, tl.max(t, axis=1))  # NaNs are left out, and come into the sum
+        total = tl.zeros(row.shape, CT)
+        for first in range(0, K, BLOCK_K):
+            t = logits_at(logits_ptr, row, first + local, ROWS, K, CT)
+            total += tl.sum(tl.exp(t - largest[:, None]), axis=1)
+    return largest, total
+
+
+@triton.jit
+def weights_at(logits_ptr, row, k, largest, total, ROWS, K: tl.constexpr, MIXING: tl.constexpr, CT: tl.constexpr):
+    """``[rows, k]``; 0 beyond the last row and template."""
+    t = logits_at(logits_ptr, row, k, ROWS, K, CT)
+    if MIXING == SOFTMAX:
+        t = divide(tl.exp(t - largest[:, None]), total[:, None])
+    elif MIXING == TANH:
+        t = tanh(t)
+    return tl.where((row < ROWS)[:, None] & (k < K)[None, :], t, 0.0)
+
+
+@triton.jit
+def all_weights(logits_ptr, row, k, ROWS, K: tl.constexpr, MIXING: tl.constexpr, CT: tl.constexpr):
+    """The same where k are all templates: every logit is read once."""
+    t = logits_at(logits_ptr, row, k, ROWS, K, CT)
+    if MIXING == SOFTMAX:
+        t = tl.exp(t - tl.max(t, axis=1)[:, None])
+        t = divide(t, tl.sum(t, axis=1)[:, None])
+    elif MIXING == TANH:
+        t = tanh(t)
+    return tl.where((row < ROWS)[:, None] & (k < K)[None, :], t, 0.0)
+
+
+@triton.jit
+def some_weights(
+    logits_ptr, row, k, ROWS, K: tl.constexpr, MIXING: tl.constexpr, BLOCK_K: tl.constexpr, CT: tl.constexpr
+):
+    """Of the templates k, BLOCK_K of them."""
+    if K <= BLOCK_K:
+        weights = all_weights(logits_ptr, row, k, ROWS, K, MIXING, CT)
+    else:
+        largest, total = row_stats(logits_ptr, row, ROWS, K, MIXING, BLOCK_K, CT)
+        weights = weights_at(logits_ptr, row, k, largest, total, ROWS, K, MIXING, CT)
+    return weights
+
+
+@triton.jit
+def tanh(t):
+    """-m / (2 + m) of m = exp(-2 |t|) - 1, without the digits that 1 takes from a small m: in fp64 by the quotient of m
+    and the logarithm of the exponential, which has the same error, in fp32 by the series of tanh."""
+    x = -2 * tl.abs(t)
+    u = tl.exp(x)
+    if t.dtype == tl.float64:
+        near = u > 0.5
+        inner = tl.where(near & (u != 1), u, 0.75)
+        m = tl.where(near, tl.where(u == 1, x, (inner - 1) * (x / tl.log(inner))), u - 1)
+        small = -m / (2 + m)
+    else:
+        square = t * t
+        series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        small = tl.where(x > -0.5, tl.abs(t) * series, divide(1 - u, 1 + u))
+    return tl.where(t == t, tl.where(t < 0, -small, small), t)
+
+
+@triton.jit
+def split_product(weights, b, total, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """``total + weights @ b``, b in the dtype of products: of reduced precision are only its numbers, weights are fp32
+    and made of two numbers. What is not finite in b meets the first of them alone."""
+    high = rounded(weights, dtype)
+    total = product(high, b, total, PRECISION)
+    if dtype == tl.bfloat16 or dtype == tl.float16:
+        low = weights - high.to(weights.dtype)
+        low = tl.where(low == low, low, 0.0)
+        finite = tl.where(b - b == 0, b, 0.0).to(dtype)
+        total = product(rounded(low, dtype), finite, total, PRECISION)
+    return total
+
+
+@triton.jit
+def tile_at(ptr, rows, columns, count, SIZE, DT: tl.constexpr):
+    """``[rows, columns]`` of a matrix with ``count`` rows of SIZE."""
+    mask = (rows < count)[:, None] & (columns < SIZE)[None, :]
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :], mask=mask, other=0.0).to(DT)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    logits_ptr, bank_ptr, out_ptr, ROWS: tl.int64, SIZE: tl.int64, K: tl.constexpr, MIXING: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
+    DT: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    k = tl.arange(0, BLOCK_K)
+    ONE: tl.constexpr = K <= BLOCK_K
+    bank = tile_at(bank_ptr, k, p, K, SIZE, DT)
+    for start in range(0, ROWS, BLOCK_L):
+        row = start + tl.arange(0, BLOCK_L).to(tl.int64)
+        found = tl.zeros([BLOCK_L, BLOCK_P], CT)
+        if ONE:
+            weights = all_weights(logits_ptr, row, k, ROWS, K, MIXING, CT)
+            found = split_product(weights, bank, found, DT, PRECISION)
+        else:
+            largest, total = row_stats(logits_ptr, row, ROWS, K, MIXING, BLOCK_K, CT)
+            for first in range(0, K, BLOCK_K):
+                weights = weights_at(logits_ptr, row, first + k, largest, total, ROWS, K, MIXING, CT)
+                found = split_product(weights, tile_at(bank_ptr, first + k, p, K, SIZE, DT), found, DT, PRECISION)
+        mask = (row < ROWS)[:, None] & (p < SIZE)[None, :]
+        tl.store(out_ptr + row[:, None] * SIZE + p[None, :], found, mask=mask)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "share"])
+def backward_kernel(
+    grad_ptr, logits_ptr, bank_ptr, dbank_ptr, partials_ptr, ROWS: tl.int64, SIZE: tl.int64, share: tl.int64,
+    K: tl.constexpr, MIXING: tl.constexpr, PRECISION: tl.constexpr, ONE: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """``share`` columns: BLOCK_K templates (grid axis 1) of the bank's gradient, and ``partials[program, rows, K]``.
+    ONE: BLOCK_L holds all rows, whose part stays in registers; else ``share`` is BLOCK_P."""
+    part = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    local = tl.arange(0, BLOCK_L).to(tl.int64)
+    end = tl.minimum((part + 1) * share, SIZE)
+    weights = tl.zeros([BLOCK_L, BLOCK_K], CT)
+    if ONE:
+        weights = some_weights(logits_ptr, local, k, ROWS, K, MIXING, BLOCK_K, CT)
+    of_weights = tl.zeros([BLOCK_L, BLOCK_K], CT)
+    for first in range(part * share, end, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        bank = tile_at(bank_ptr, k, p, K, SIZE, DT)
+        of_bank = tl.zeros([BLOCK_K, BLOCK_P], CT)
+        for start in range(0, BLOCK_L if ONE else ROWS, BLOCK_L):
+            row = start + local
+            grad = tile_at(grad_ptr, row, p, ROWS, SIZE, DT)
+            if dbank_ptr is not None:
+                if not ONE:
+                    weights = some_weights(logits_ptr, row, k, ROWS, K, MIXING, BLOCK_K, CT)
+                of_bank = split_product(tl.trans(weights), grad, of_bank, DT, PRECISION)
+            if partials_ptr is not None:
+                if ONE:
+                    of_weights = product(grad, tl.trans(bank), of_weights, PRECISION)
+                else:
+                    found = product(grad, tl.trans(bank), tl.zeros([BLOCK_L, BLOCK_K], CT), PRECISION)
+                    store_weights(partials_ptr, part, row, k, found, ROWS, K)
+        if dbank_ptr is not None:
+            mask = (k < K)[:, None] & (p < SIZE)[None, :]
+            tl.store(dbank_ptr + k.to(tl.int64)[:, None] * SIZE + p[None, :], of_bank, mask=mask)
+    if partials_ptr is not None:
+        if ONE:
+            store_weights(partials_ptr, part, local, k, of_weights, ROWS, K)
+
+
+@triton.jit
+def store_weights(partials_ptr, part, row, k, values, ROWS, K: tl.constexpr):
+    mask = (row < ROWS)[:, None] & (k < K)[None, :]
+    tl.store(partials_ptr + ((part * ROWS + row) * K)[:, None] + k[None, :], values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["parts", "ROWS"])
+def finish_kernel(
+    partials_ptr, logits_ptr, dlogits_ptr, parts: tl.int64, ROWS: tl.int64, K: tl.constexpr, MIXING: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Of one row: the parts added up in a fixed order, then through the mixing."""
+    row = tl.program_id(0).to(tl.int64)
+    one = row + tl.zeros([1], tl.int64)
+    local = tl.arange(0, BLOCK_C)
+    largest, total = row_stats(logits_ptr, one, ROWS, K, MIXING, BLOCK_C, CT)
+    mean = tl.zeros([1], CT)
+    if MIXING == SOFTMAX:
+        for first in range(0, K, BLOCK_C):
+            k = first + local
+            found = row_sums(partials_ptr, parts, row, k, ROWS, K, BLOCK_R, BLOCK_C, CT)
+            weights = weights_at(logits_ptr, one, k, largest, total, ROWS, K, MIXING, CT)
+            mean += tl.sum(weights * found[None, :], axis=1)
+    for first in range(0, K, BLOCK_C):
+        k = first + local
+        found = row_sums(partials_ptr, parts, row, k, ROWS, K, BLOCK_R, BLOCK_C, CT)[None, :]
+        weights = weights_at(logits_ptr, one, k, largest, total, ROWS, K, MIXING, CT)
+        if MIXING == SOFTMAX:
+            found = weights * (found - mean[:, None])
+        elif MIXING == TANH:
+            found = found * (1 - weights * weights)
+        tl.store(dlogits_ptr + (one * K)[:, None] + k[None, :], found, mask=(k < K)[None, :])
+
+
+@triton.jit
+def row_sums(
+    partials_ptr, parts, row, k, ROWS, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr
+):
+    """The sums of ``partials[:, row, k]``; 0 beyond the last template."""
+    columns = tl.where(k < K, row * K + k, ROWS * K)
+    return column_sums(partials_ptr, parts, columns, ROWS * K, BLOCK_R, BLOCK_C, CT)
+
+
+# ---- Launchers
+
+
+def forward_tile(templates: int, wide: tl.dtype) -> dict[str, int]:
+    """Larger ones spill registers."""
+    if wide == tl.float64:
+        return {"BLOCK_L": 16, "BLOCK_K": 16, "BLOCK_P": 64}
+    return {"BLOCK_L": 16, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 256}
+
+
+def backward_tile(rows: int, templates: int, wide: tl.dtype) -> dict[str, Any]:
+    """Larger ones spill registers: there are two products in the loop."""
+    few = wide == tl.float64
+    return {
+        "BLOCK_L": 16, "BLOCK_K": 16 if few else power(templates, 16, 32), "BLOCK_P": 32 if few else 64,
+        "ONE": rows <= 16,
+    }  # fmt: skip
+
+
+#: What loops load ahead takes shared memory and registers.
+ONE_STAGE = {**OPTIONS, "num_stages": 1}
+#: Of the sums of parts: so many of them, and templates, at once.
+FINISH_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
+
+
+def _arguments(logits: Tensor, bank: Tensor, mixing: int) -> dict[str, Any]:
+    """Of both kernels; refuses what would be read beyond its end."""
+    check_mixture(logits, bank)
+    if not 0 <= mixing < len(MIXINGS):
+        raise ValueError(f"mixing: expected 0 (softmax), 1 (tanh) or 2 (none), got {mixing}")
+    return {
+        "logits_ptr": logits.contiguous(), "bank_ptr": bank.contiguous(), "ROWS": logits.numel() // logits.shape[-1],
+        "SIZE": bank.shape[1], "K": bank.shape[0], "MIXING": mixing, "PRECISION": precision(bank),
+        "DT": factor_type(bank), "CT": compute_type(bank), **OPTIONS,
+    }  # fmt: skip
+
+
+def template_mix_forward(logits: Tensor, bank: Tensor, mixing: int) -> Tensor:
+    """logits ``[..., K]``, bank ``[K, P]`` -> ``[..., P]``"""
+    shared = _arguments(logits, bank, mixing)
+    out = bank.new_empty((*logits.shape[:-1], bank.shape[1]))
+    if out.numel() > 0:
+        blocks = forward_tile(shared["K"], shared["CT"])
+        with guard(bank):
+            forward_kernel[(triton.cdiv(shared["SIZE"], blocks["BLOCK_P"]),)](out_ptr=out, **shared, **blocks)
+    return out
+
+
+def template_mix_backward(
+    grad: Tensor, logits: Tensor, bank: Tensor, mixing: int, needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of logits and bank, empty where not needed."""
+    shared = _arguments(logits, bank, mixing)
+    expected = (*logits.shape[:-1], bank.shape[1])
+    if tuple(grad.shape) != expected or grad.dtype != bank.dtype:
+        raise ValueError(f"grad: expected {list(expected)} of {bank.dtype}, got {list(grad.shape)} of {grad.dtype}")
+    found = _images.blanks((logits, bank), needs, images=())
+    if grad.numel() == 0:
+        return [each.zero_() for each in found]
+    rows, templates, size = shared["ROWS"], shared["K"], shared["SIZE"]
+    blocks = backward_tile(rows, templates, shared["CT"])
+    tiles = triton.cdiv(size, blocks["BLOCK_P"])
+    share = (triton.cdiv(tiles, PROGRAMS) if blocks["ONE"] else 1) * blocks["BLOCK_P"]
+    parts = triton.cdiv(size, share)
+    partials = bank.new_empty((parts, rows, templates), dtype=compute_dtype(bank)) if needs[0] else None
+    with guard(bank):
+        backward_kernel[(parts, triton.cdiv(templates, blocks["BLOCK_K"]))](
+            grad_ptr=grad.contiguous(), dbank_ptr=found[1] if needs[1] else None, partials_ptr=partials, share=share,
+            **{**shared, **ONE_STAGE}, **blocks,
+        )  # fmt: skip
+        if partials is not None:
+            finish_kernel[(rows,)](
+                partials_ptr=partials, logits_ptr=shared["logits_ptr"], dlogits_ptr=found[0], parts=parts, ROWS=rows,
+                K=templates, MIXING=mixing, CT=shared["CT"], **FINISH_TILE, **OPTIONS,
+            )  # fmt: skip
+    return found
+
+
+# ---- What `fastmod compile` builds of this file, and the tests check
+
+
+def specialisations(dtype: Dtype) -> list[Specialisation]:
+    """Of few layers and many."""
+    p, w = dtype.pointer, dtype.wide_pointer
+    found = []
+    for case, rows, mixing in (("l16-tanh", 16, 1), ("l144", 144, 0)):
+        shared = {
+            "logits_ptr": p, "bank_ptr": p, "K": 32, "MIXING": mixing,
+            "PRECISION": TF32_THRICE if dtype.name == "fp32" else IEEE, "DT": dtype.element, "CT": dtype.compute,
+        }  # fmt: skip
+        backward = {
+            **shared, "grad_ptr": p, "dbank_ptr": p, "partials_ptr": w, **backward_tile(rows, 32, dtype.compute)
+        }  # fmt: skip
+        forward = {**shared, "out_ptr": p, **forward_tile(32, dtype.compute)}
+        found.append(Specialisation(forward_kernel, forward, OPTIONS, case, {"PRECISION": IEEE}))
+        found.append(Specialisation(backward_kernel, backward, ONE_STAGE, case, {"PRECISION": IEEE}))
+    finish = {
+        "partials_ptr": w, "logits_ptr": p, "dlogits_ptr": p, "K": 32, "MIXING": 0, "CT": dtype.compute, **FINISH_TILE
+    }  # fmt: skip
+    return [*found, Specialisation(finish_kernel, finish, OPTIONS)]

@@ -1,0 +1,213 @@
+"""``fastmod compare`` and ``fastmod results``: tables out of run folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastmod.runs import compare, results
+from fastmod.runs.config import StudyError, changed
+from fastmod.runs.folder import RunFolder
+from fastmod.runs.study import shown
+from fastmod.studies import registry
+from tests.helpers.study_commands import in_process, refused
+from tests.helpers.study_runs import untouched
+
+PAGE = """# Found
+By hand, before.
+<!-- results study=doubleadd rows="OOD" -->
+old
+<!-- end of results -->
+Between.
+<!-- results study=algo -->
+<!-- end of results -->
+After.
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two finished runs, the second with another rate and other figures."""
+    place = tmp_path_factory.mktemp("compare")
+    for name in ("first", "second"):
+        shutil.copytree(untouched("doubleadd"), place / name)
+    plan = json.loads((place / "second" / "config.json").read_text())
+    plan["settings"]["lr"] = 0.5
+    (place / "second" / "config.json").write_text(json.dumps(plan))
+    result = json.loads((place / "second" / "result.json").read_text())
+    result["table"] = result["table"][:3]
+    result["table"][0] |= {"mean": 0.25, "standard_error": 0.125, "trials": 8}
+    (place / "second" / "result.json").write_text(json.dumps(result))
+    return [place / "first", place / "second"]
+
+
+# ---- compare
+
+
+def test_table(runs: list[Path]) -> None:
+    lines = compare.table(compare.read(runs))
+    first = json.loads((runs[0] / "result.json").read_text())["table"]
+    assert [line[0] for line in lines] == [row["name"] for row in first]
+    assert lines[0] == [
+        first[0]["name"],
+        first[0]["paper"],
+        f"{shown(first[0]['mean'], None)} (1)",
+        "0.250 ± 0.125 (8)",
+    ]
+    assert lines[3][3] == "-", "a row that only one run has"
+    assert compare.differences(compare.read(runs)) == [["lr", "0.0003", "0.5"]]
+
+
+def test_command(runs: list[Path], tmp_path: Path) -> None:
+    done = in_process("compare", *runs, "--out", tmp_path / "figure.png", "--measure", "loss")
+    assert done.code == 0 and "0.250" in done.out and "lr" in done.out, done.text
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG") and "figure of loss" in done.out
+
+
+def test_figure_has_every_trial(runs: list[Path]) -> None:
+    figure, measure = compare.figure(compare.read(runs), None)
+    assert measure == "accuracy"
+    (axes,) = figure.axes
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {
+        f"{run} {model}" for run in ("first", "second") for model in ("SMFR_gumbel", "FNN")
+    }
+    found = [line["accuracy"] for line in RunFolder(runs[0]).metrics() if line["trial"] == "FNN-s3"]
+    assert [list(line.get_ydata()) for line in axes.lines].count(found) == 2, "both runs have the same metrics"
+
+
+def test_compare_refuses(runs: list[Path], tmp_path: Path) -> None:
+    refused(in_process("compare", runs[0], runs[0]), "different runs")
+    refused(in_process("compare", runs[0], tmp_path), "not the folder of a run")
+    refused(in_process("compare", *runs, "--measure", "x", "--out", tmp_path / "x.png"), "--measure x", "ood_accuracy")
+    refused(in_process("compare", *runs, "--out", tmp_path / "x.jpg"), "ends in .png")
+    (tmp_path / "run").mkdir()
+    shutil.copy(runs[0] / "config.json", tmp_path / "run")
+    refused(in_process("compare", runs[0], tmp_path / "run"), "not finished")
+
+
+# ---- results
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return json.loads((run / "result.json").read_text())["table"]
+
+
+def test_a_row_says_all(runs: list[Path]) -> None:
+    kept = results.record(runs[1])
+    kept["versions"] = {"commit": "0123456789abcdef with changes"}
+    line = results.lines(kept)[0]
+    name, paper = rows_of(runs[1])[0]["name"], rows_of(runs[1])[0]["paper"]
+    setting = "not held against the paper's setting"
+    minutes = f"{rows_of(runs[1])[0]['minutes']:.1f}"
+    cells = [f"`doubleadd` {name}", paper, "0.250 ± 0.125", "3 (8 trials)", "12", minutes, setting, "0123456789ab +"]
+    assert line == f"| {' | '.join(cells)} |"
+    assert kept["apart"]["lr"] == 0.5 and "width" in kept["apart"] and "data" not in kept["apart"]
+    assert len(results.lines(kept, "trained pairs$")) == 1
+
+
+def test_page_keeps_what_was_written_by_hand(runs: list[Path], tmp_path: Path) -> None:
+    page = tmp_path / "found.md"
+    page.write_text(PAGE)
+    done = in_process("results", *runs, "--write", page)
+    assert done.code == 0, done.text
+    lines = [line for run in runs for line in results.lines(results.record(run), "OOD")]
+    assert len(lines) == 3
+    expected = PAGE.replace("old", "\n".join([results.HEADER, *lines])).replace(
+        "algo -->\n", "algo -->\n(no run yet)\n"
+    )
+    assert page.read_text() == expected
+    assert sorted(path.name for path in (tmp_path / "found").iterdir()) == ["first.json", "second.json"]
+    assert in_process("results", "--write", page).code == 0
+    assert page.read_text() == expected, "made again from what is kept"
+    before = (tmp_path / "found" / "first.json").read_text()
+    shutil.rmtree(tmp_path / "found")
+    assert in_process("results", runs[0], "--write", page).code == 0
+    assert page.read_text().count("`doubleadd`") == 2 and (tmp_path / "found" / "first.json").read_text() == before
+
+
+def test_sweep(tmp_path: Path) -> None:
+    """A row per cell, model and measure, and of the best; each figure as the sweep's own table has it."""
+    sizes = [f"--set={size}" for size in ("batch=4", "chunk=2", "fnn_depth=1", "evaluate_every=4")]
+    options = ["--grid", "fnn_width=2,3", "--seeds", "0-1", "--steps", "8", "--best", "3", "--model", "FNN"]
+    done = in_process("sweep", "doubleadd", *options, *sizes, "--out", tmp_path / "sweep")
+    assert done.code == 0, done.text
+    with (tmp_path / "sweep" / "cells.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    rows = results.record(tmp_path / "sweep")["rows"]
+    assert len(rows) == len(lines) == 9
+    for row, line in zip(rows, lines, strict=True):
+        assert (row["mean"], row["trials"]) == (float(line["mean"]), int(line["trials"])) and row["steps"] == 8
+        where = f"fnn_width={line['fnn_width']}" if line["kind"] == "cell" else line["kind"]
+        assert row["name"] == f"FNN, {line['measure']}, {where}"
+    assert rows[0]["setting"] == "not held against the paper's setting"
+    assert rows[-1]["setting"] == "over the grid fnn_width=2,3"
+    assert rows[-1]["minutes"] == pytest.approx(rows[0]["minutes"] + rows[3]["minutes"]), "of all that were searched"
+    page = tmp_path / "found.md"
+    page.write_text('<!-- results study=algo,doubleadd rows="ood.*best" -->\n<!-- end of results -->\n')
+    assert in_process("results", tmp_path / "sweep", "--write", page).code == 0
+    assert page.read_text().count("`doubleadd`") == 1 and "best 3 by accuracy" in page.read_text()
+
+
+def test_choice_of_runs_and_records_without_a_place(runs: list[Path], tmp_path: Path) -> None:
+    page = tmp_path / "found.md"
+    page.write_text('<!-- results study=doubleadd runs="sec*" -->\n<!-- end of results -->\n')
+    done = in_process("results", *runs, "--write", page)
+    assert done.code == 0 and "first: no table" in done.out and "second: no table" not in done.out, done.text
+    assert "0.250 ± 0.125" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("<!-- results study=algo -->\n", "end of results"),
+     ("<!-- results algo -->\n<!-- end of results -->", "study=NAME"),
+     ("<!-- results study=algo -->\n<!-- results study=algo -->\n<!-- end of results -->", "end of results"),
+     ("<!-- results study=algo row=x -->\n<!-- end of results -->", "study=NAME"),
+     ('<!-- results study=algo rows="(" -->\n<!-- end of results -->', "rows:")],
+)  # fmt: skip
+def test_marks_that_are_wrong(runs: list[Path], tmp_path: Path, text: str, match: str) -> None:
+    page = tmp_path / "found.md"
+    page.write_text(text)
+    refused(in_process("results", runs[0], "--write", page), match)
+    assert page.read_text() == text and not (tmp_path / "found").exists(), "nothing is half done"
+
+
+def test_results_refuses(runs: list[Path], tmp_path: Path) -> None:
+    refused(in_process("results"), "run folders")
+    refused(in_process("results", runs[0], "--write", tmp_path / "no.md"), "no such file")
+    page = tmp_path / "found.md"
+    page.write_text(PAGE)
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "x.json").write_text("{}")
+    refused(in_process("results", "--write", page), "x.json", "not the record of a run")
+
+
+def test_paper_setting_or_not() -> None:
+    study = registry.get("resmix-pentomino")
+    model = study.default_models[0]
+    assert study.setting(changed(study.defaults, {"paper": True}), model) == "the paper's setting"
+    other = study.setting(changed(study.defaults, {"epochs": 3}), model)
+    assert other.startswith("not the paper's setting: epochs 3 (")
+    another = study.setting(changed(study.defaults, {"paper": True, "momentum": 0.5, "chunk": 7}), model)
+    assert another == "not the paper's setting: momentum 0.5 (0.9)", "also what the preset leaves open"
+    settings = {"SMFR": "a", "SMFR_bias": "b", "FNN": "c"}
+    assert results._setting("threshold 0.7, SMFR_bias, HIGH", settings) == "b"
+    assert results._setting("SMFR, OOD", settings) == "a"
+    assert results._setting("all of them", settings) == "a; b; c"
+
+
+def test_the_page_of_this_project_is_made_from_its_records() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+    text, homeless = results.filled(page.read_text(), results.read_records(page))
+    assert text == page.read_text(), "run: fastmod results --write docs/results.md"
+    assert not homeless
+
+
+def test_seeds() -> None:
+    assert [results._seeds(s, len(s)) for s in ([4], [0, 1, 2], [0, 2, 3])] == ["4", "0-2", "0, 2, 3"]
+    with pytest.raises(StudyError, match="expected different runs"):
+        compare.read([Path(), Path()])

@@ -1,0 +1,541 @@
+"""The compositional studies: what is trained and what is not, measures by hand, runs that resume bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastmod.runs import checkpoint
+from fastmod.runs.config import changed
+from fastmod.runs.engine import record_of
+from fastmod.runs.study import Outcome, Record
+from fastmod.studies import registry
+from fastmod.studies.comp import adapt, alignment, reports, sources, stages, transfer
+from fastmod.studies.comp.adapt import AdaptTrial
+from fastmod.studies.comp.multitask import MultitaskConfig, shares
+from fastmod.studies.comp.single import SingleTrial
+from fastmod.studies.comp.stages import StagedTrial
+from fastmod.studies.comp.training import CompTrial
+from tests.data.test_data_masks import cifar_folder
+from tests.data.test_domains import usps_folder
+from tests.data.test_photographs import svhn_folder
+from tests.helpers.study_commands import in_process, refused
+from tests.helpers.study_runs import digits
+
+CPU = torch.device("cpu")
+TINY: dict[str, Any] = {"channels": 8, "layers": 4, "templates": 2, "chunk": 2, "evaluate_every": 2, "verify": False}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "comp-single": {**TINY, "steps": 4, "batch": 4, "dataset": "fashion", "colours": 1, "side": 8},
+    "comp-multitask": {**TINY, "steps": 4, "batch": 2, "side": 8, "layers": 3, "templates": 3},
+    "comp-transfer": {**TINY, "steps": 4, "tune_steps": 4, "batch": 2, "side": 8, "tune_images": 20},
+    "comp-adapt": {**TINY, "steps": 4, "adapt_steps": 4, "batch": 2, "side": 8},
+}
+MODELS = [(study, model) for study in SETTINGS for model in registry.get(study).models]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums depend on it in the last bit
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTMOD_DATA", raising=False)
+    monkeypatch.setattr(stages, "_BATCHES", 2)
+    monkeypatch.setattr(transfer, "_LEARNING_STEPS", 3)
+    monkeypatch.setattr(adapt, "_WARM_UP", 3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("mnist", "fashion_mnist", "kmnist"):
+        digits(folder / name)
+    usps_folder(folder / "usps")
+    cifar_folder(folder / "cifar10", count=6)
+    return folder
+
+
+def trial_of(study: str, data: Path, model: str | None = None, seed: int = 0, **settings: Any) -> CompTrial:
+    found = registry.get(study)
+    torch.manual_seed(seed)
+    config = changed(found.defaults, {**SETTINGS[study], "data": str(data), **settings})
+    trial = found.trial(config, model or found.models[0], seed, CPU)
+    assert isinstance(trial, CompTrial)
+    return trial
+
+
+def finish(trial: CompTrial) -> Record:
+    last: dict[str, float] = {}
+    while not trial.finished:
+        loss = float(trial.chunk())
+        if trial.due or trial.finished:
+            last = {"loss": loss, **trial.metrics()}
+            trial.after_evaluation(last)
+    return record_of(trial, trial.name, last)
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_tasks_are_data_sets_in_domains(data: Path) -> None:
+    place = sources.where(str(data), False)
+    how: dict[str, Any] = {"side": 28, "train": 7, "test": 0, "seed": 3}
+    plain = sources.task("mnist", "original", place, colours=1, **how)
+    images, _, test_images, test_labels = sources.read("mnist", place)
+    assert plain.train.images.equal(images[:7, None]) and plain.test.images.equal(test_images[:, None])
+    assert plain.test.labels.equal(test_labels) and plain.title == "MNIST" and plain.classes == 10
+    noisy = sources.task("mnist", "shot_noise", place, colours=3, **how)
+    assert noisy.train.images.shape == (7, 3, 28, 28) and noisy.title == "MNIST shot noise"
+    assert not noisy.train.images[:, 0].equal(images[:7]) and noisy.train.images[:, 0].equal(noisy.train.images[:, 2])
+
+
+def test_colours_become_brightness_and_sides_one(data: Path) -> None:
+    place = sources.where(str(data), False)
+    found = sources.task("cifar10", "original", place, side=32, colours=1, train=0, test=0, seed=0)
+    red, green, blue = sources.read("cifar10", place)[0].double().unbind(1)
+    expected = (0.299 * red + 0.587 * green + 0.114 * blue + 0.5).floor()
+    assert found.train.images[:, 0].double().equal(expected)
+    small = sources.task("cifar10", "original", place, side=16, colours=3, train=0, test=0, seed=0)
+    assert small.train.images.shape == (6, 3, 16, 16)
+    assert (small.train.images[:, 0] == torch.arange(6)[:, None, None]).all(), "what is even stays so"
+
+
+@pytest.mark.parametrize("study", SETTINGS)
+def test_batches_are_of_their_tasks(study: str, data: Path) -> None:
+    trial = trial_of(study, data)
+    (index, *_) = trial.batches(trial.generator("data"))
+    assert index.shape == (2, len(trial.tasks), trial.config.batch)
+    first = 0
+    for number, task in enumerate(trial.tasks.values()):
+        own = index[:, number]
+        assert int(own.min()) >= first and int(own.max()) < first + len(task.train.labels)
+        images, labels = trial.data(own)
+        assert images.equal(task.train.images[own - first] / 255.0) and labels.equal(task.train.labels[own - first])
+        first += len(task.train.labels)
+    again = trial_of(study, data).batches(trial.generator("data"))[0]
+    other = trial_of(study, data, seed=1)
+    assert index.equal(again) and not index.equal(other.batches(other.generator("data"))[0])
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_loss_and_average_by_hand(data: Path) -> None:
+    trial = trial_of("comp-multitask", data, "mixture", dropout=0, average=0.8, cluster=0.01)
+    index = trial.batches(trial.generator("data"))[0][0]
+    images, labels = trial.data(index)
+    expected = 0.01 * trial.model.cluster_penalty().item()
+    state = {k: v.clone() for k, v in trial.model.state_dict().items()}
+    for t in range(len(trial.tasks)):
+        expected += F.cross_entropy(trial.model(images[t], t), labels[t]).item()  # type: ignore[arg-type]
+    trial.model.load_state_dict(state)
+    assert trial.loss(index).item() == pytest.approx(expected, rel=1e-5)
+    trial = trial_of("comp-multitask", data, "mixture", average=0.8)
+    mean: dict[str, Tensor] = {}
+    seen = CompTrial.penalty
+
+    def kept(self: CompTrial) -> Tensor | float:  # called behind the forward pass of every step
+        for k, v in self.model.state_dict().items():
+            if v.is_floating_point():
+                mean[k] = 0.8 * mean[k] + 0.2 * v if k in mean else v.clone()
+        return seen(self)
+
+    trial.penalty = kept.__get__(trial)  # type: ignore[method-assign]
+    while not trial.finished:
+        trial.chunk()
+    for k, v in trial.evaluated.state_dict().items():
+        if v.is_floating_point():
+            torch.testing.assert_close(v, mean[k], rtol=1e-4, atol=1e-6)
+
+
+def test_rates(data: Path) -> None:
+    trial = trial_of("comp-single", data, steps=4, lr=0.01, logit_rate=5.0)
+    seen = []
+    while not trial.finished:
+        trial.chunk()
+        seen.append([group["lr"] for group in trial.optimizer.param_groups])
+    assert seen == [pytest.approx([0.01, 0.05]), pytest.approx([0.005, 0.025])]
+    groups = trial.optimizer.param_groups
+    assert groups[1]["params"] == [trial.model.body.logits] and groups[1]["weight_decay"] == 0.0
+    assert groups[0]["weight_decay"] == 1e-5 and groups[0]["momentum"] == 0.9
+    trial = trial_of("comp-single", data, schedule="paper", lr=0.01)
+    trial.step = 3000
+    trial.chunk()
+    assert trial.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.99**2)
+
+
+@pytest.mark.parametrize(("study", "model"), MODELS)
+def test_every_model_trains_to_its_end(study: str, model: str, data: Path) -> None:
+    record = finish(trial_of(study, data, model))
+    found = registry.get(study)
+    config = changed(found.defaults, {**SETTINGS[study], "data": str(data)})
+    outcome = Outcome(config, [record], [])
+    rows = found.table(outcome)
+    assert rows and all(row.values and all(math.isfinite(v) for v in row.values) for row in rows)
+    figures = found.figures(outcome)
+    assert f"mixtures_{record.key}" in figures
+    json.dumps(record.result)
+
+
+# ---------------------------------------------------------------- one task
+
+
+def test_nets_of_one_task(data: Path) -> None:
+    nets = {model: trial_of("comp-single", data, model).model for model in registry.get("comp-single").models}
+    assert nets["cyclic"].signature() == [0, 1, 0, 1] and nets["sequential"].signature() == [0, 0, 1, 1]
+    assert sorted(nets["random"].signature()) == [0, 0, 1, 1]
+    assert nets["few_layers"].signature() == [0, 1]
+    assert nets["tanh"].body.mixing == "tanh" and nets["mixture"].body.mixing == "softmax"
+    counts = {model: sum(p.numel() for p in net.parameters()) for model, net in nets.items()}
+    assert counts["few_layers"] == counts["sequential"] == counts["progressive"] == counts["mixture"] - 4 * 2
+    into = trial_of("comp-single", data, into_blocks=True).model
+    assert into.adapter_into_blocks and not nets["mixture"].adapter_into_blocks
+
+
+def test_regularisers_draw_shares_to_one_template(data: Path) -> None:
+    def peak(model: str, **weights: float) -> float:
+        trial = trial_of("comp-single", data, model, steps=20, average=0.0, seed=4, **weights)
+        finish(trial)
+        return min(reports.peak(trial.model.mixture(0).tolist()))
+
+    plain = peak("mixture")
+    assert peak("clustered", cluster=0.5) > plain and peak("entropy", entropy=5.0) > plain
+
+
+def test_orders_of_layers_by_hand(data: Path) -> None:
+    trial = trial_of("comp-single", data, "sequential", steps=10)
+    record = finish(trial)
+    assert isinstance(trial, SingleTrial)
+    net, task = trial.evaluated, trial.tasks["fashion"]
+
+    def accuracy(order: list[int]) -> float:
+        with torch.no_grad():
+            scores = net(task.test.images / 255.0, 0, order=order)
+        return 100 * float((scores.argmax(-1) == task.test.labels).double().mean())  # type: ignore[union-attr]
+
+    assert record.result["in_order"] == record.result["accuracy"] == pytest.approx(accuracy([0, 1, 2, 3]))
+    assert record.result["reversed"] == pytest.approx(accuracy([3, 2, 1, 0]))
+    same = [accuracy([1, 0, 2, 3]), accuracy([0, 1, 3, 2])]
+    assert record.result["swapped_same"] == pytest.approx(sum(same) / 2)
+    assert record.result["swapped_different"] == pytest.approx(accuracy([0, 2, 1, 3]))
+
+
+def test_photographs_are_moved(data: Path) -> None:
+    trial = trial_of("comp-single", data, dataset="cifar10", colours=3, side=32)
+    index, places = trial.batches(trial.generator("data"))
+    assert places.shape == (2, 4, 3) and places.min() >= 0 and places.max() <= 8
+    images = trial.data(index[0])[0]
+    assert trial.moved(images, places[0]).shape == images.shape and not trial.moved(images, places[0]).equal(images)
+
+
+def test_table_beside_the_papers() -> None:
+    study = registry.get("comp-single")
+    results = {"mixture": 60.0, "sequential": 61.0, "cyclic": 58.0}
+    records = [
+        Record(model, seed, 30, 60.0, 9, {"accuracy": accuracy + seed})
+        for model, accuracy in results.items()
+        for seed in (0, 1)
+    ]
+    rows = {row.name: row for row in study.table(Outcome(study.defaults, records, []))}
+    assert rows["mixture, test accuracy (%)"].paper == "64.1, CIFAR-100"
+    assert (
+        rows["mixture, test accuracy (%)"].mean == 60.5 and "not the paper's" in rows["mixture, test accuracy (%)"].note
+    )
+    assert rows["mixture - sequential (points)"].mean == -1.0 and rows["mixture - cyclic (points)"].mean == 2.0
+    into = changed(study.defaults, {"into_blocks": True, "layers": 12})
+    assert study.table(Outcome(into, records[:1], []))[0].paper == "67.3, CIFAR-100"
+
+
+# ---------------------------------------------------------------- sharing
+
+
+def test_sharing_by_hand() -> None:
+    a, b = [[1.0, 0.0], [0.3, 0.7], [0.5, 0.5]], [[0.0, 1.0], [0.6, 0.4], [0.5, 0.5]]
+    assert reports.sharing(a, b) == pytest.approx([0.0, 0.7, 1.0])
+    assert reports.thirds([1.0, 2.0, 3.0]) == (1.0, 3.0) and reports.thirds([1.0, 3.0, 5.0, 5.0, 7.0, 9.0]) == (
+        2.0,
+        8.0,
+    )
+    assert reports.thirds([4.0, 6.0]) == (4.0, 6.0)
+    assert reports.above(a, 0.6) == pytest.approx(2 / 3)
+
+
+def test_tasks_that_share_a_domain_or_a_data_set() -> None:
+    """First layer: a template per domain; last: one per data set; between them one for all."""
+    pairs = MultitaskConfig().pairs
+    hot = torch.eye(3).tolist()
+    sets, domains = MultitaskConfig().datasets, MultitaskConfig().domains
+    mixtures = {
+        name: [hot[domains.index(domain)], hot[0], hot[sets.index(dataset)]]
+        for name, (dataset, domain) in pairs.items()
+    }
+    assert shares(mixtures, pairs) == {
+        "sharing_domain_first": 1.0, "sharing_domain_last": 0.0, "sharing_data_first": 0.0, "sharing_data_last": 1.0,
+        "sharing_neither_first": 0.0, "sharing_neither_last": 0.0,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- a new task
+
+
+@pytest.mark.parametrize("model", ["mixture", "trunk_patches", "digits"])
+def test_a_new_task_changes_nothing_of_the_others(model: str, data: Path) -> None:
+    trial = trial_of("comp-transfer", data, model)
+    assert isinstance(trial, StagedTrial)
+    seen = []
+    while not trial.finished:
+        trial.chunk()
+        if trial.due or trial.finished:
+            if trial.at_end and trial.extra["stage"]:
+                seen.append(trial.stage.name)
+                before = trial.extra["pretrained"]
+                after = trial.model.state_dict()
+                count = len(trial.tasks)
+                for name, value in before.items():
+                    if name.startswith("head.") and model != "digits":
+                        assert after[name][: len(value)].equal(value) and not after[name][len(value) :].equal(value)
+                    elif name == "body.logits":
+                        assert after[name][:count].equal(value)
+                        start = trial.model.body.logits.shape  # type: ignore[union-attr]
+                        assert start[0] == count + 1
+                    elif name == "body.norm_weight":
+                        assert after[name][:, :count].equal(value)
+                    elif "norm" in name or name.startswith("body.state"):
+                        pass  # rows of tasks, below
+                    else:
+                        assert after[name].equal(value), name
+                net = trial.pretrained().eval()
+                images = next(iter(trial.tasks.values())).test.images[:5] / 255.0
+                with torch.no_grad():
+                    assert trial.model.eval()(images, 1).equal(net(images, 1)), "the other tasks are as they were"  # type: ignore[union-attr]
+                trial.model.train()
+            trial.after_evaluation(trial.metrics())
+    expected = {
+        "mixture": [n + s for s in ("", "_frozen") for n in (*trial.config.known, "random")],  # type: ignore[attr-defined]
+        "trunk_patches": ["mnist"],
+        "digits": ["random", "accuracy", "learned", "best"],
+    }
+    assert seen == expected[model]
+
+
+def test_frozen_shares_stay_and_begin_where_they_should(data: Path) -> None:
+    trial = trial_of("comp-transfer", data, "mixture")
+    assert isinstance(trial, StagedTrial)
+    first: dict[str, Tensor] = {}
+    while not trial.finished:
+        if trial.extra["stage"]:
+            first.setdefault(trial.stage.name, trial.model.mixture(4))
+        trial.chunk()
+        if trial.due or trial.finished:
+            if trial.at_end and trial.extra["stage"]:
+                stays = trial.model.mixture(4).equal(first[trial.stage.name])
+                assert stays == trial.stage.name.endswith("_frozen")
+            trial.after_evaluation(trial.metrics())
+    known = trial.pretrained().mixture()
+    for number, name in enumerate(trial.config.known):  # type: ignore[attr-defined]
+        assert first[name].equal(known[number]) and first[f"{name}_frozen"].equal(known[number])
+    assert not any(first["random"].equal(xi) for xi in known)
+
+
+def test_how_many_parameters_a_new_task_has(data: Path) -> None:
+    trial = trial_of("comp-transfer", data, "mixture", steps=2, tune_steps=2)
+    found = finish(trial).result["results"]
+    channels, wide = 8, 48  # of a layer, and expanded
+    norms = 4 * (2 * (wide + wide + wide // 4 + wide + channels)) + 2 * (channels + 128 + 256)
+    assert found["mnist_frozen"]["trained"] == norms + 256 * 10 + 10
+    assert found["mnist"]["trained"] - found["mnist_frozen"]["trained"] == 4 * 2
+    assert (
+        finish(trial_of("comp-transfer", data, "digits", tune_steps=2)).result["results"]["learned"]["trained"] == 4 * 2
+    )
+
+
+# ---------------------------------------------------------------- a new domain
+
+
+@pytest.mark.parametrize("model", registry.get("comp-adapt").models)
+def test_only_a_few_parameters_adapt(model: str, data: Path) -> None:
+    trial = trial_of("comp-adapt", data, model)
+    assert isinstance(trial, AdaptTrial) and list(trial.tasks) == ["original", "shear", "scale", "shot_noise"]
+    while not trial.finished:
+        if trial.extra["stage"] and trial.progress[0] == 0:
+            begin = {k: v.clone() for k, v in trial.model.named_parameters()}
+            assert trial.model.mixture(4).equal(trial.model.mixture(1)), "it begins with those of shear"
+        trial.chunk()
+        if not (trial.due or trial.finished):
+            continue
+        if trial.at_end and trial.extra["stage"]:
+            moved = {k for k, v in trial.model.named_parameters() if not v.equal(begin[k])}
+            if model == "isometric":
+                assert moved == {"input_adapter.weight", "input_adapter.bias", "input_adapter.norm.weight",
+                                 "input_adapter.norm.bias"} - ({"input_adapter.bias"} - moved)  # fmt: skip
+            else:
+                assert moved == {"body.logits"}
+                changed_rows = (trial.model.body.logits != begin["body.logits"]).any(-1)  # type: ignore[union-attr]
+                assert not changed_rows[:4].any() and changed_rows[4, 2:].all()
+                assert changed_rows[4, :2].any() == (model != "half_shared")
+        trial.after_evaluation(trial.metrics())
+    results = trial.extra["results"]
+    assert set(results) == {"pretrained", "source_only", "adversarial", "moments", "supervised"}
+    assert set(results["source_only"]) == {"source", "target"}
+    counts = {"isometric": 8 * 4 + 8 + 16, "compositional": 8, "half_shared": 4}
+    assert all(results[method]["trained"] == counts[model] for method in ("adversarial", "moments", "supervised"))
+
+
+def test_svhn_where_its_files_are(data: Path, tmp_path: Path) -> None:
+    for name in ("mnist", "usps"):
+        (tmp_path / name).symlink_to(data / name)
+    assert "svhn" not in trial_of("comp-adapt", tmp_path).tasks
+    svhn_folder(tmp_path / "svhn")
+    sources.read.cache_clear()
+    assert list(trial_of("comp-adapt", tmp_path).tasks)[-1] == "svhn"
+    assert "svhn" not in trial_of("comp-adapt", tmp_path, svhn="no").tasks
+
+
+def test_moment_distance_by_hand() -> None:
+    known, new = torch.randn(3, 5, 4).double(), torch.randn(7, 4).double()
+    total = 0.0
+    for power in (1, 2):
+        means = [
+            [sum(row[f] ** power for row in d) / len(d) for f in range(4)] for d in (*known.tolist(), new.tolist())
+        ]
+
+        def apart(a: list[float], b: list[float]) -> float:
+            return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
+
+        total += sum(apart(m, means[3]) for m in means[:3]) / 3
+        total += 2 / (3 * 2) * sum(apart(a, b) for a, b in itertools.combinations(means[:3], 2))
+    assert float(alignment.moment_distance(known, new)) == pytest.approx(total / 2)
+
+
+def test_adversary_and_heads_by_hand() -> None:
+    known, new = torch.randn(6).double(), torch.randn(4).double()
+    torch.manual_seed(3)
+    found = float(alignment.discriminator_loss(known, new))
+    torch.manual_seed(3)
+    expected = 0.0
+    for scores, goal in ((known, 0.0), (new, 1.0)):
+        goals = goal + 0.1 * torch.rand_like(scores)
+        p = scores.sigmoid()
+        expected -= float((goals * p.log() + (1 - goals) * (1 - p).log()).mean()) / 2
+    assert found == pytest.approx(expected)
+    assert float(alignment.fooling_loss(new)) == pytest.approx(float(-(1 - new.sigmoid()).log().mean()))
+    heads = alignment.TwoHeads(torch.randn(3, 5), torch.randn(3))
+    features = torch.randn(6, 5)
+    first, second = heads.first(features).softmax(-1), heads.second(features).softmax(-1)
+    assert alignment.discrepancy(heads(features)).item() == pytest.approx((first - second).abs().mean().item())
+    torch.testing.assert_close(heads.together(features).exp(), (first + second) / 2)
+    assert [alignment.linear_rate((2.0, 1.0), step, 4) for step in (0, 2, 4)] == [2.0, 1.5, 1.0]
+
+
+def test_opponents_learn_to_tell_domains_apart(data: Path) -> None:
+    """The discriminator is trained on its own loss alone, not on that of the net that wants to fool it."""
+    trial = trial_of("comp-adapt", data, "compositional", adapt_steps=20)
+    while trial.extra["stage"] == 0:
+        trial.chunk()
+        if trial.due:
+            trial.after_evaluation(trial.metrics())
+    assert isinstance(trial, AdaptTrial) and trial.opponent is not None
+    before = {k: v.clone() for k, v in trial.opponent.state_dict().items()}
+    (new, known) = trial.batches(trial.generator("data"))
+    images, labels = trial.new_data(new[0][0])
+    theirs, right = trial.data(known[0])
+    seen: list[Tensor] = []
+    train = trial._train_opponent
+    trial._train_opponent = lambda loss: (seen.append(loss.detach()), train(loss))[1]  # type: ignore[assignment, func-returns-value]
+    trial._adversarial(images, labels, theirs, right).backward()
+    after = {k: v.clone() for k, v in trial.opponent.state_dict().items()}
+    assert len(seen) == 1 and any(not before[k].equal(after[k]) for k in before)
+    trial.optimizer.step()
+    assert all(after[k].equal(v) for k, v in trial.opponent.state_dict().items()), "the net's step leaves it alone"
+
+
+# ---------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize(
+    ("study", "model", "steps"),
+    [("comp-single", "clustered", (2,)), ("comp-multitask", "mixture_patches", (2,)),
+     ("comp-transfer", "mixture", (2, 6, 24)), ("comp-transfer", "digits", (4, 14)),
+     ("comp-adapt", "compositional", (2, 6, 8, 10)), ("comp-adapt", "isometric", (14,))],
+)  # fmt: skip
+def test_resumed_to_the_same_bits(study: str, model: str, steps: tuple[int, ...], data: Path, tmp_path: Path) -> None:
+    """Stopped in every kind of stage, and between two of them."""
+
+    def known(trial: CompTrial) -> str:
+        return checkpoint.digest({**trial.state(), "seconds": 0.0})
+
+    trial = trial_of(study, data, model, dropout=0.3)
+    ends: dict[int, str] = {}
+    while not trial.finished:
+        trial.chunk()
+        if trial.due or trial.finished:
+            trial.after_evaluation(trial.metrics())
+        ends[trial.step] = known(trial)
+        if trial.step in steps:
+            checkpoint.save(tmp_path / f"{trial.step}.pt", "", trial.state())
+    for step in steps:
+        again = trial_of(study, data, model, dropout=0.3)
+        torch.manual_seed(99)
+        again.load_state(checkpoint.load(tmp_path / f"{step}.pt", ""))
+        assert known(again) == ends[step]
+        for _ in range(3):
+            if not again.finished:
+                again.chunk()
+                if again.due or again.finished:
+                    again.after_evaluation(again.metrics())
+                assert known(again) == ends[again.step], again.step
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("study", ["comp-multitask", "comp-adapt"])
+def test_runs_by_command(study: str, data: Path, tmp_path: Path) -> None:
+    args: list[object] = ["study", study, "--seeds", "3", "--out", tmp_path / "run"]
+    args += ["--model", registry.get(study).models[-1]]
+    for key, value in {**SETTINGS[study], "data": data}.items():
+        args += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+    done = in_process(*args)
+    assert done.code == 0, done.text
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    model = registry.get(study).models[-1]
+    assert [trial["trial"] for trial in found["trials"]] == [f"{model}-s3"]
+    assert (tmp_path / "run" / "figures" / f"mixtures_{model}-s3.png").exists()
+    assert "mixtures_" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("study", "setting", "words"),
+    [("comp-single", "dataset=mnist", "dataset: expected one of cifar10, cifar100, fashion"),
+     ("comp-single", "layers=3", "layers: expected at least templates = 4"),
+     ("comp-single", "cluster=-1", "cluster: expected 0 or more"),
+     ("comp-single", "colours=2", "colours: expected 1 or 3"),
+     ("comp-single", "side=3", "side: expected at least patch = 4"),
+     ("comp-single", "dropout=1", "dropout: expected"),
+     ("comp-single", "schedule=step", "schedule: expected cosine or paper"),
+     ("comp-single", "data=/nowhere", "/nowhere/cifar10: no such folder"),
+     ("comp-multitask", "datasets=mnist,mnist", "datasets: expected different ones"),
+     ("comp-multitask", "domains=fog", "domains: expected different ones of original"),
+     ("comp-transfer", "tune_steps=15", "tune_steps: expected a multiple of chunk"),
+     ("comp-transfer", "new=mnist", "new none of them"),
+     ("comp-transfer", "known=letters", "expected data sets"),
+     ("comp-adapt", "begin=blurred", "begin: expected one of domains"),
+     ("comp-adapt", "svhn=maybe", "svhn: expected auto, yes or no"),
+     ("comp-adapt", "domains=shear", "domains: expected two or more"),
+     ("comp-adapt", "adapt_lr=0", "adapt_lr and adapter_lr: expected more than 0")],
+)  # fmt: skip
+def test_bad_settings_are_named(tmp_path: Path, study: str, setting: str, words: str) -> None:
+    refused(in_process("study", study, "--set", setting, "--out", tmp_path / "run"), words)
