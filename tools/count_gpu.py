@@ -39,22 +39,22 @@ _BASE = 4096  # of the interpreter's memory, which is this process's
 
 
 class Case(NamedTuple):
-    """A shape small enough to be interpreted. ``useful``: what instructions are divided by, forward and backward."""
+    """A shape small enough to be interpreted. ``useful``: what the instructions of a kernel are divided by, of one
+    product, as a backward has a kernel for each of its two."""
 
     shape: shapes.Shape
     unit: str
-    useful: tuple[int, int]
+    useful: int
     dtypes: tuple[str, ...] = ("fp32", "bf16")
 
 
 def _products(shape: shapes.Shape, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Case:
-    return Case(shape, "multiply-add", (shape.products, 2 * shape.products), dtypes)
+    return Case(shape, "multiply-add", shape.products, dtypes)
 
 
 def _weights(shape: shapes.Shape, samples: int) -> Case:
-    """Of an op whose work goes by weights: once each for the forward, the gradient of x and that of the weight."""
-    count = samples * math.prod(shape.shapes[-1])
-    return Case(shape, "weight and sample", (count, count * (2 if shape.op == "masked_linear" else 1)))
+    """Of an op whose work goes by weights."""
+    return Case(shape, "weight and sample", samples * math.prod(shape.shapes[-1]))
 
 
 CASES = (
@@ -218,7 +218,8 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
         vm = host_vm(module)
         vm.launch(kernel(module, launch.name), launch.grid, launch.block, list(launch.arguments), dyn=launch.dynamic)
         told = module.counters(vm)
-        worst = max([lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")])
+        each = [lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")]
+        worst = max(each, default=0.0)
         moved = told["global_read"], told["global_written"]
         own = Counts(told["instructions"], *moved, told["mma"], told["lines_per_load"], worst)
         counts.append((launch.name, own))
@@ -227,8 +228,7 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
     names = list(dict.fromkeys(name for name, _ in counts))
     for name in names:
         own = [each for other, each in counts if other == name]
-        useful = case.useful["backward" in name]
-        ratio = sum(each.instructions for each in own) / useful
+        ratio = sum(each.instructions for each in own) / case.useful
         lines = f"{sum(each.lines for each in own) / len(own):.1f}, {max(each.worst for each in own):.0f}"
         read, written = sum(each.read for each in own), sum(each.written for each in own)
         print(

@@ -6,6 +6,7 @@ GPU the same runs on the CPU, where nothing is launched.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -51,20 +52,28 @@ def measured(names: Sequence[str] = (), listener: Callable[[str], None] = lambda
             continue
         listener(shape.name)
         for dtype in DTYPES:
+            tensors = shape.tensors(dtype=DTYPES[dtype], device=device)
+            truth = functools.cache(lambda shape=shape, tensors=tensors: expected(shape, tensors))
             available = backend.available(shape.op, device)
             for contender in [name for name in available if available[name]] + ([PLAIN] if shape.plain else []):
-                yield _measure(shape, dtype, device, contender)
+                yield _measure(shape, dtype, device, contender, tensors, truth)
 
 
-def _measure(shape: Shape, dtype: str, device: str, contender: str) -> Measured:
+#: Outputs and gradients in fp64, and the error of the reference in the dtype of the tensors.
+Truth = tuple[Sequence[Tensor], float]
+
+
+def _measure(
+    shape: Shape, dtype: str, device: str, contender: str, tensors: Sequence[Tensor], truth: Callable[[], Truth]
+) -> Measured:
     found: dict[str, Any] = {}
     try:
-        tensors = shape.tensors(dtype=DTYPES[dtype], device=device)
         call = shape.plain if contender == PLAIN else shape.call
         assert call is not None
         with backend.use_backend("reference" if contender == PLAIN else contender):
             if contender != PLAIN:  # which draws noise of its own, where there is any
-                found |= judged(*errors(shape, tensors), DTYPES[dtype])
+                exact, usual = truth()
+                found |= judged(_largest(_step(shape.call, tensors)(), exact), usual, DTYPES[dtype])
             step = _step(call, tensors)
             found["launches"] = launches(step) if device == "cuda" else None
             found["quartiles"] = quartiles(step, device)
@@ -85,13 +94,10 @@ def _step(call: Call, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor
     return step
 
 
-def errors(shape: Shape, tensors: Sequence[Tensor]) -> tuple[float, float]:
-    """Largest error of outputs and gradients under the chosen backend, and of the reference in the same dtype."""
-    found = _step(shape.call, tensors)()
+def expected(shape: Shape, tensors: Sequence[Tensor]) -> Truth:
     with backend.use_backend("reference"):
-        usual = _step(shape.call, tensors)()
         exact = _step(shape.call, [t.detach().double().requires_grad_() for t in tensors])()
-    return _largest(found, exact), _largest(usual, exact)
+        return exact, _largest(_step(shape.call, tensors)(), exact)
 
 
 def judged(error: float, plain: float, dtype: torch.dtype) -> dict[str, Any]:

@@ -145,13 +145,13 @@ def spread(values: Sequence[Any], places: Sequence[int], count: int) -> list[Any
 # ---------------------------------------------------------------------- vmap
 
 
-def _elements(argument: Any, dim: Any, count: int) -> Sequence[Any]:
+def elements(argument: Any, dim: Any, count: int) -> Sequence[Any]:
     """An argument as each of the ``count`` elements has it. One call of torch a tensor, however many elements."""
     if isinstance(argument, (list, tuple)):
         if not batched(dim):
             return [argument] * count
         dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(argument)
-        parts = [_elements(a, d, count) for a, d in zip(argument, dims, strict=True)]
+        parts = [elements(a, d, count) for a, d in zip(argument, dims, strict=True)]
         return [list(each) for each in zip(*parts, strict=True)]
     return [argument] * count if dim is None else argument.unbind(dim)
 
@@ -160,7 +160,7 @@ def by_elements(overload: Any) -> Rule:
     """The rule that always holds: one call per element, so that an element finds its noise as it would alone."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        parts = [_elements(a, d, info.batch_size) for a, d in zip(arguments, in_dims, strict=True)]
+        parts = [elements(a, d, info.batch_size) for a, d in zip(arguments, in_dims, strict=True)]
         results = [overload(*each) for each in zip(*parts, strict=True)]
         if isinstance(results[0], Tensor):
             return torch.stack(results), 0

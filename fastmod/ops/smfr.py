@@ -393,6 +393,72 @@ class _SmfrAtOnce(torch.autograd.Function):
 _at_once = _autograd.without_binding(_SmfrAtOnce)
 
 
+class SmfrOverCopies(_autograd.Op):
+    """:class:`Smfr` whose parameters are many nets' under ``torch.vmap``: one call of the kernel for each, and beside
+    that no more calls of torch than for one net."""
+
+    generate_vmap_rule = False
+    forward = Smfr.forward
+    setup_context = Smfr.setup_context
+    backward = Smfr.backward
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], numbers: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, Any]:
+        if _autograd.pure():  # there are more transforms: those know nothing of copies
+            layers = (numbers[2] - numbers[1]) // (2 * numbers[3])
+            each = zip(*_copied(in_dims[1:], info.batch_size, tensors), strict=True)
+            found = [Smfr.apply(numbers, *own)[: 2 + 2 * layers] for own in each]
+            stacked = [torch.stack(parts) for parts in zip(*found, strict=True)]
+        else:
+            stacked = _Copies.apply(numbers, in_dims[1:], info.batch_size, *tensors)
+        return tuple(stacked), (0,) * len(stacked)
+
+
+def _copied(dims: Sequence[int | None], copies: int, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Of every tensor those of all copies; what the copies share is there for each."""
+    return [_autograd.elements(tensor, dim, copies) for tensor, dim in zip(tensors, dims, strict=True)]
+
+
+class _Copies(torch.autograd.Function):
+    """``tensors``: x, then as those of :class:`Smfr`, with a dimension of copies where ``dims`` has one. What a kernel
+    keeps is saved copy by copy, as stacking it would cost as much as computing it."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Any, dims: Sequence[int | None], copies: int, *tensors: Tensor) -> tuple[Any, ...]:
+        each = zip(*_copied(dims, copies, tensors), strict=True)
+        found = [_kept_forward(numbers, own[0], own[1:]) for own in each]
+        ctx.numbers, ctx.dims, ctx.copies = numbers, dims, copies
+        ctx.save_for_backward(*tensors, *[tensor for result in found for tensor in result[4]])
+        ctx.set_materialize_grads(False)
+        out, penalty = (torch.stack([result[i] for result in found]) for i in (0, 1))
+        shown = [torch.stack(parts) for i in (2, 3) for parts in zip(*[result[i] for result in found], strict=True)]
+        ctx.mark_non_differentiable(*shown)
+        return out, penalty, *shown
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[3:]
+        if grads[0] is None and grads[1] is None:
+            return (None,) * (3 + len(needs))
+        first, last = ctx.numbers[1:3]
+        wants = needs[0], first > 0, True in needs[1 + first : 1 + last]
+        saved = ctx.saved_tensors
+        tensors, kept = saved[: len(needs)], saved[len(needs) :]
+        numbers, size = (ctx.numbers, wants, len(needs) - 1), len(kept) // ctx.copies
+        of_out, of_penalty = ([None] * ctx.copies if grad is None else grad.unbind() for grad in grads[:2])
+        found = []
+        for i, own in enumerate(zip(*_copied(ctx.dims, ctx.copies, tensors), strict=True)):
+            mine = kept[i * size : (i + 1) * size]
+            found.append(_autograd.gradients(_by_kernel, _by_reference, numbers, of_out[i], of_penalty[i], *own, *mine))
+        joined: list[Tensor | None] = [torch.stack(parts) for parts in zip(*found, strict=True)]
+        joined = joined if wants[0] else [None, *joined]
+        result: list[Tensor | None] = [None] * len(needs)
+        for i, (grad, dim) in enumerate(zip(joined, ctx.dims, strict=False)):
+            if grad is not None and needs[i]:
+                result[i] = grad.sum(0) if dim is None else grad.movedim(0, dim)
+        return None, None, None, *result
+
+
 def _by_kernel(
     numbers: tuple[Any, ...], grad_out: Tensor | None, grad_penalty: Tensor | None, x: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
@@ -441,7 +507,8 @@ def _run(
     if _autograd.wanted(x, *params, *taus):
         numbers = triton, len(taus), len(taus) + len(params), fnn_tensors, mode, context, threshold
         if _autograd.pure():
-            return Smfr.apply(numbers, x, *taus, *params, *seeds)
+            over_copies = any(torch._C._functorch.is_batchedtensor(p) for p in params)
+            return (SmfrOverCopies if over_copies else Smfr).apply(numbers, x, *taus, *params, *seeds)
         shown: list[Tensor] = []
         return *_at_once((*numbers, shown), x, *taus, *params, *seeds), *shown
     found = _forward(triton, x, params, fnn_tensors, taus, seeds, mode, context, threshold, False)

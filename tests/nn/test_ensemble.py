@@ -188,3 +188,40 @@ def test_bad_input() -> None:
         nets(torch.randn(shape), each=True)
     with pytest.raises(IndexError, match="index: expected an int from 0 to 1, got 2"):
         nets.copy(2)
+
+
+@pytest.mark.parametrize("shared_first", [False, True])
+def test_torch_func_over_copies(shared_first: bool) -> None:
+    """Gradients per copy by vmap over grad, also where the copies share a parameter, and second derivatives."""
+    factory, shape = NETS["SMFR"]
+    nets = Ensemble(factory, COPIES)
+    alone = [nets.copy(i) for i in range(COPIES)]
+    x = torch.randn(shape)
+    state = dict(nets.model.named_parameters())
+    names = list(state)
+    dims: dict[str, int | None] = dict.fromkeys(names, 0)
+    if shared_first:
+        state[names[0]], dims[names[0]] = state[names[0]][1].detach().requires_grad_(), None
+        for net in alone:
+            with torch.no_grad():
+                next(net.parameters()).copy_(state[names[0]])
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(nets.model, values, (x,)).square().sum()
+
+    per_copy = torch.vmap(torch.func.grad(loss), in_dims=(dims,))(state)
+    total = torch.vmap(loss, in_dims=(dims,))(state).sum()
+    first = torch.autograd.grad(total, list(state.values()), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), list(state.values()))
+    wants, twice = [], []
+    for net in alone:
+        own = list(net.parameters())
+        wants.append(torch.autograd.grad(net(x).square().sum(), own, create_graph=True))
+        twice.append(torch.autograd.grad(sum(g.square().sum() for g in wants[-1]), own) if not shared_first else None)
+    for j, name in enumerate(names):
+        want = torch.stack([grads[j].detach() for grads in wants])
+        torch.testing.assert_close(per_copy[name], want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(first[j], want if dims[name] == 0 else want.sum(0), rtol=1e-5, atol=1e-5)
+        if not shared_first:
+            want = torch.stack([grads[j] for grads in twice])
+            torch.testing.assert_close(second[j], want, rtol=1e-4, atol=1e-4)

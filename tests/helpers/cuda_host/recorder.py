@@ -173,7 +173,7 @@ def on_the_harness(op: str) -> Iterator[None]:
     linear = import_module("fastmod.ops.masked_linear")
     with contextlib.ExitStack() as stack:
         stack.enter_context(backends._cuda_host(direct=True))
-        stack.enter_context(mock.patch.object(linear, "row_limit", return_value=linear.ROWS_ON_GPU))
+        stack.enter_context(mock.patch.object(linear, "row_limit", return_value=None))
         stack.enter_context(fastmod.use_backend("native" if served(op) else "reference"))
         yield
 
