@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastmod.data.folders import find_folder
 from fastmod.data.idx import GZIP_MAGIC, DataError
 from fastmod.data.photographs import Photographs
 
@@ -50,17 +51,11 @@ def load_cifar10(root: str | os.PathLike[str] | None = None) -> CIFAR10:
     Raises:
         DataError: nothing found, or a file is missing or damaged.
     """
-    if root is not None:
-        return _read_folder(Path(root))
-    variable = os.environ.get("FASTMOD_DATA")
-    for folder in (Path(variable, name) for name in FOLDERS) if variable else ():
-        if any(_file(folder, name) for name in (*TRAIN_FILES, TEST_FILE)):
-            return _read_folder(folder)
-    where = f" in FASTMOD_DATA={variable}" if variable else ""
-    raise DataError(
-        f"CIFAR-10: not found{where}; give a folder with {TEST_FILE} and at least one of {TRAIN_FILES[0]} to "
-        f"{TRAIN_FILES[-1]} (the binary version, plain or .gz), or set FASTMOD_DATA to such a folder"
+    content = (
+        f"{TEST_FILE} and at least one of {TRAIN_FILES[0]} to {TRAIN_FILES[-1]} (the binary version, plain or .gz)"
     )
+    files = (*TRAIN_FILES, TEST_FILE)
+    return _read_folder(find_folder("CIFAR-10", root, FOLDERS, lambda f: any(_file(f, n) for n in files), content))
 
 
 def load_cifar100(root: str | os.PathLike[str] | None = None) -> CIFAR100:
@@ -77,17 +72,9 @@ def load_cifar100(root: str | os.PathLike[str] | None = None) -> CIFAR100:
     Raises:
         DataError: nothing found, or a file is missing or damaged.
     """
-    if root is not None:
-        return _read_folder_100(Path(root))
-    variable = os.environ.get("FASTMOD_DATA")
-    for folder in (Path(variable, name) for name in FOLDERS_100) if variable else ():
-        if any(_file(folder, name) for name in FILES_100):
-            return _read_folder_100(folder)
-    where = f" in FASTMOD_DATA={variable}" if variable else ""
-    raise DataError(
-        f"CIFAR-100: not found{where}; give a folder with {' and '.join(FILES_100)} (the binary version, plain or "
-        ".gz), or set FASTMOD_DATA to such a folder"
-    )
+    content = f"{' and '.join(FILES_100)} (the binary version, plain or .gz)"
+    folder = find_folder("CIFAR-100", root, FOLDERS_100, lambda f: any(_file(f, n) for n in FILES_100), content)
+    return _read_folder_100(folder)
 
 
 def _read_folder(folder: Path) -> CIFAR10:

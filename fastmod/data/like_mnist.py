@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fastmod.data.folders import find_folder
 from fastmod.data.idx import DataError
 from fastmod.data.mnist import CHECKSUMS, MNIST, find_file, read_files
 
@@ -36,17 +37,8 @@ def load_kmnist(root: str | os.PathLike[str] | None = None) -> MNIST:
 
 
 def _load(title: str, folders: tuple[str, ...], root: str | os.PathLike[str] | None) -> MNIST:
-    if root is not None:
-        return _read(title, Path(root))
-    variable = os.environ.get("FASTMOD_DATA")
-    for folder in (Path(variable, name) for name in folders) if variable else ():
-        if folder.is_dir():
-            return _read(title, folder)
-    where = f" in FASTMOD_DATA={variable}" if variable else ""
-    raise DataError(
-        f"{title}: not found{where}; give a folder with {', '.join(CHECKSUMS)} (plain or .gz), or set FASTMOD_DATA to "
-        f"the folder that {folders[0]} is in"
-    )
+    content = f"{', '.join(CHECKSUMS)} (plain or .gz)"
+    return _read(title, find_folder(title, root, folders, Path.is_dir, content, f"the folder that {folders[0]} is in"))
 
 
 def _read(title: str, folder: Path) -> MNIST:

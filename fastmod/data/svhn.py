@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastmod.data.folders import find_folder
 from fastmod.data.idx import DataError
 from fastmod.data.mat import read_mat
 from fastmod.data.photographs import Photographs
@@ -37,17 +38,8 @@ def load_svhn(root: str | os.PathLike[str] | None = None) -> SVHN:
     Raises:
         DataError: nothing found, or a file is missing or damaged.
     """
-    if root is not None:
-        return _read_folder(Path(root))
-    variable = os.environ.get("FASTMOD_DATA")
-    for folder in (Path(variable, name) for name in FOLDERS) if variable else ():
-        if any(_files(folder, part) for part in _PARTS):
-            return _read_folder(folder)
-    where = f" in FASTMOD_DATA={variable}" if variable else ""
-    raise DataError(
-        f"SVHN: not found{where}; give a folder with train_32x32.mat and test_32x32.mat, or set FASTMOD_DATA to such a "
-        "folder"
-    )
+    content = "train_32x32.mat and test_32x32.mat"
+    return _read_folder(find_folder("SVHN", root, FOLDERS, lambda f: any(_files(f, part) for part in _PARTS), content))
 
 
 def _files(folder: Path, part: str) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastmod.data.folders import find_folder
 from fastmod.data.idx import DataError
 from fastmod.data.mnist import MNIST
 
@@ -33,17 +34,8 @@ def load_usps(root: str | os.PathLike[str] | None = None) -> MNIST:
     Raises:
         DataError: nothing found, or a file is missing or damaged.
     """
-    if root is not None:
-        return _read_folder(Path(root))
-    variable = os.environ.get("FASTMOD_DATA")
-    for folder in (Path(variable, name) for name in FOLDERS) if variable else ():
-        if any(_file(folder, name) for name in FILES):
-            return _read_folder(folder)
-    where = f" in FASTMOD_DATA={variable}" if variable else ""
-    raise DataError(
-        f"USPS: not found{where}; give a folder with {' and '.join(FILES)} (LIBSVM's format, plain or .bz2), or set "
-        "FASTMOD_DATA to such a folder"
-    )
+    content = f"{' and '.join(FILES)} (LIBSVM's format, plain or .bz2)"
+    return _read_folder(find_folder("USPS", root, FOLDERS, lambda f: any(_file(f, name) for name in FILES), content))
 
 
 def _file(folder: Path, name: str) -> Path | None:
