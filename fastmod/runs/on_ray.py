@@ -151,7 +151,6 @@ class _Office:
         self._deaths = [0] * len(tasks)  # since its last checkpoint
         self._begun: set[int] = set()
         self._records: dict[int, Record] = {}
-        self._error: Exception | None = None
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(_node(), soft=False)
         self._desk = ray.remote(_desk_class()).options(num_cpus=0, scheduling_strategy=here).remote()
         plan = tasks[0].plan
@@ -167,7 +166,7 @@ class _Office:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             while waiting:
-                if self._stop.is_set() or self._error is not None:
+                if self._stop.is_set():
                     self._ray.get(self._desk.halt.remote())
                     for reference in [one for one, number in waiting.items() if number not in self._begun]:
                         self._ray.cancel(reference, force=True)
@@ -178,8 +177,6 @@ class _Office:
                     number = waiting.pop(reference)
                     if not self._ended(reference, number):
                         waiting[self._hand_out(number)] = number
-        if self._error is not None:
-            raise self._error
         if len(self._records) < len(self._tasks):
             raise Interrupted
         return [self._records[number] for number in range(len(self._tasks))]
@@ -200,20 +197,17 @@ class _Office:
         try:
             self._records[number] = self._ray.get(reference)
         except errors.RayTaskError as error:
-            if not isinstance(error.cause, Interrupted):
-                self._fail(error.cause if isinstance(error.cause, StudyError | OSError) else error)
+            if isinstance(error.cause, Interrupted):
+                return True
+            raise (error.cause if isinstance(error.cause, StudyError | OSError) else error) from None
         except errors.RayError as error:
             self._deaths[number] += 1
             if self._deaths[number] >= _DEATHS:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 key = trial_key(self._tasks[number].model, self._tasks[number].seed)
-                self._fail(StudyError(f"{key}: died {_DEATHS} times without a checkpoint between ({reason})"))
-            return self._deaths[number] >= _DEATHS
+                raise StudyError(f"{key}: died {_DEATHS} times without a checkpoint between ({reason})") from None
+            return False
         return True
-
-    def _fail(self, error: Exception) -> None:
-        """It ends the run, after the others have saved what they have."""
-        self._error = self._error or error
 
     def _read_news(self) -> None:
         for number, handed, news in self._ray.get(self._desk.take.remote()):
@@ -239,7 +233,7 @@ class _Office:
 
     def _close(self) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get(self._desk.halt.remote())  # where this process itself failed
+            self._ray.get(self._desk.halt.remote())  # an error of one trial ends the others after their chunk
         for ledger in self._ledgers.values():
             ledger.close()
         self._ray.kill(self._desk)

@@ -112,20 +112,6 @@ def test_what_a_trial_raises_arrives(cluster: Any, tmp_path: Path) -> None:
         engine.run(folder, wanted, lambda now: None)
 
 
-def test_a_process_that_dies_at_once_is_given_up(cluster: Any, tmp_path: Path) -> None:
-    """Memory that runs out would do so on every node."""
-    wanted = replace(plan("ray", steps=8, evaluate_every=4), study="deadly")
-    folder = RunFolder.create(tmp_path / "run", wanted)
-
-    def die(*args: Any) -> None:
-        os._exit(1)
-
-    office = on_ray._Office(ray, engine.begin(folder, wanted)[:1], lambda now: None, Stop())
-    office._work = ray.remote(die).options(num_cpus=1, max_retries=0)
-    with pytest.raises(StudyError, match="FNN-s0: died 3 times without a checkpoint between"):
-        office.run()
-
-
 def test_an_address_without_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(**options: Any) -> None:
         assert options["address"] == "10.0.0.1:6379"
