@@ -30,18 +30,20 @@ def innermost(images: Tensor) -> Tensor:
     return images.movedim(-3, -1).contiguous()
 
 
-def precision(x: Tensor) -> int:
+def precision(x: Tensor, convolution: bool = False) -> int:
     """How products of fp32 are made: by three of tf32, which lose nothing, by one where torch is allowed to as well.
     Elsewhere, and on AMD, whose tensor cores know fp32, as they are."""
     if x.dtype != torch.float32 or torch.version.hip is not None:
         return IEEE
-    return TF32 if _tf32_allowed() else TF32_THRICE
+    return TF32 if _tf32_allowed(convolution) else TF32_THRICE
 
 
-def _tf32_allowed() -> bool:
-    settings: Any = torch.backends.cuda.matmul
+def _tf32_allowed(convolution: bool) -> bool:
+    """By the settings of torch's own convolutions, which use tf32 unless told not to, or of its matrix products."""
+    settings: Any = torch.backends.cudnn if convolution else torch.backends.cuda.matmul
+    newer: Any = getattr(settings, "conv", None) if convolution else settings
     # What was set by the newer name makes torch refuse to read the older one.
-    return settings.fp32_precision == "tf32" if hasattr(settings, "fp32_precision") else bool(settings.allow_tf32)
+    return newer.fp32_precision == "tf32" if hasattr(newer, "fp32_precision") else bool(settings.allow_tf32)
 
 
 def refuse(x: Tensor, **others: tuple[Tensor | None, Sequence[tuple[int, ...]]]) -> None:

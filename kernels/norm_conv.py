@@ -470,8 +470,8 @@ def _constants(x: Tensor, weight: Tensor, scale: Tensor | None, relu: bool, stri
     return {
         "CIN": x.shape[-3], "COUT": weight.shape[1], "KSIZE": weight.shape[3], "STRIDE": stride,
         "DEPTHWISE": depthwise, "RELU": relu, "SHARED": x.dim() == 4,
-        "ONE_AFFINE": scale is not None and scale.shape[0] == 1, "PRECISION": precision(x), "DT": factor_type(x),
-        "CT": compute_type(x), **OPTIONS,
+        "ONE_AFFINE": scale is not None and scale.shape[0] == 1, "PRECISION": precision(x, convolution=True),
+        "DT": factor_type(x), "CT": compute_type(x), **OPTIONS,
     }  # fmt: skip
 
 

@@ -77,6 +77,7 @@ def chosen(backend: Backend) -> Iterator[None]:
     value which a kernel never writes shows."""
     global _current
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_tf32())
         if backend.name.startswith("native-"):
             module = fastmod._extension.MODULE
             assert module is not None, fastmod._extension.STATUS
@@ -132,8 +133,6 @@ def _cuda_host(direct: bool = False) -> Iterator[None]:
 
     ``direct``: each call once and nothing compared, for whoever counts what is called."""
     library = torch.library.Library("fastmod", "IMPL")
-    tf32 = torch.backends.cudnn.allow_tf32  # on by default, as torch has it for convolutions; here fp32 is meant
-    torch.backends.cudnn.allow_tf32 = False
     try:
         with warnings.catch_warnings(action="ignore"):  # of the override, which is the point
             for name, function in host_bindings().items():
@@ -142,8 +141,18 @@ def _cuda_host(direct: bool = False) -> Iterator[None]:
                     library.impl(name, partial(run, name, function), "CPU", allow_override=True)
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = tf32
         library._destroy()
+
+
+@contextlib.contextmanager
+def no_tf32() -> Iterator[None]:
+    """It is on by default for convolutions, as torch has it; here fp32 is meant."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def with_defaults(name: str, function: Callable[..., Any], *arguments: Any) -> Any:

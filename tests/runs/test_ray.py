@@ -33,7 +33,8 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # on busy cores Ray's 15 would starve them beside the other tests
+    # On busy cores Ray's 15 would starve its workers beside the other tests.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its own spelling
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         ray.init(address=made.address, log_to_driver=False)

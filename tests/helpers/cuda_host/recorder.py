@@ -172,6 +172,7 @@ def on_the_harness(op: str) -> Iterator[None]:
     """An op goes the way that it goes on a GPU."""
     linear = import_module("fastmod.ops.masked_linear")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(backends.no_tf32())
         stack.enter_context(backends._cuda_host(direct=True))
         stack.enter_context(mock.patch.object(linear, "row_limit", return_value=None))
         stack.enter_context(fastmod.use_backend("native" if served(op) else "reference"))
