@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
@@ -146,3 +147,18 @@ def test_a_wrong_list_is_told() -> None:
         triton_part.source(spec._replace(values={**spec.values, "blocks": "*fp32"}))
     with pytest.raises(ValueError, match="t_ptr: forward_kernel has neither a value nor a type for it"):
         triton_part.source(spec._replace(values={}))
+
+
+def test_who_is_asked_for_tf32() -> None:
+    """Convolutions: torch's setting of convolutions, which allows it by default; other products: that of products."""
+    from fastmod.kernels._images import IEEE, TF32, TF32_THRICE, precision
+
+    x, before = torch.zeros(1), torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = True
+        assert (precision(x, convolution=True), precision(x)) == (TF32, TF32_THRICE)
+        torch.backends.cudnn.allow_tf32 = False
+        assert precision(x, convolution=True) == TF32_THRICE
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    assert precision(x.double(), convolution=True) == IEEE
