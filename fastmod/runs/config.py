@@ -105,7 +105,7 @@ def _read(key: str, value: Any, kind: Any) -> Any:
 
 def _as(value: Any, kind: Any) -> Any:
     if get_origin(kind) in (types.UnionType,):  # "int | None"
-        if value is None or value == "none":
+        if type(None) in get_args(kind) and (value is None or value == "none"):
             return None
         *others, last = (k for k in get_args(kind) if k is not type(None))
         for other in others:  # "float | str": the first that fits

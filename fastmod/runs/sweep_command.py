@@ -124,7 +124,7 @@ def _shown(lines: Sequence[dict[str, object]], wanted: Sequence[str], sweep: Swe
     for name in wanted:
         if name not in have:
             raise StudyError(f"--measure {name}: there are {', '.join(have)}")
-    usual = [name for name in have if name != "loss"] or have
+    usual = [name for name in have if name != "loss" and not name.startswith("gate_")] or have  # gates: for inspection
     return list(wanted) or sorted(usual, key=lambda name: name != sweep.by)[:_SHOWN]
 
 

@@ -88,13 +88,14 @@ def test_quick_is_quick(quick: Path) -> None:
 def test_result(quick: Path) -> None:
     result = json.loads((quick / "result.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert list(result) == ["study", "paper", "config", "table", "trials"]
-    assert result["study"] == "algo" and "Table 2" in result["paper"]
+    assert result["study"] == "algo" and "Tables 2 and 7" in result["paper"]
     assert result["config"] == json.loads((quick / "config.json").read_text())
     (trial,) = result["trials"]
     assert list(trial) == ["trial", "model", "seed", "steps", "seconds", "parameters", "result"]
     assert (trial["trial"], trial["model"], trial["seed"], trial["steps"]) == ("SMFR-s0", "SMFR", 0, 500)
     assert trial["seconds"] > 0 and trial["parameters"] > 0 and 0 <= trial["result"]["ood_odd"] <= 1
-    assert len(result["table"]) == 3
+    names = [row["name"] for row in result["table"]]
+    assert len(names) == 10 and names[:2] == ["SMFR, OOD_even", "SMFR, OOD_odd"] and "variable E" in names[-1]
     for row in result["table"]:
         assert list(row) == ["name", "paper", "mean", "standard_error", "trials", "steps", "minutes", "note"]
         assert row["trials"] == 1 and row["standard_error"] is None and row["steps"] == 500

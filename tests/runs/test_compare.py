@@ -102,7 +102,8 @@ def test_a_row_says_all(runs: list[Path]) -> None:
     kept["versions"] = {"commit": "0123456789abcdef with changes"}
     line = results.lines(kept)[0]
     name, paper = rows_of(runs[1])[0]["name"], rows_of(runs[1])[0]["paper"]
-    setting = "not held against the paper's setting"
+    setting = line.split(" | ")[-2]
+    assert setting.startswith("not the paper's setting: steps 12 (20000), batch 4 (128), lr 0.5 (0.0003)")
     minutes = f"{rows_of(runs[1])[0]['minutes']:.1f}"
     cells = [f"`doubleadd` {name}", paper, "0.250 ± 0.125", "3 (8 trials)", "12", minutes, setting, "0123456789ab +"]
     assert line == f"| {' | '.join(cells)} |"
@@ -144,7 +145,7 @@ def test_sweep(tmp_path: Path) -> None:
         assert (row["mean"], row["trials"]) == (float(line["mean"]), int(line["trials"])) and row["steps"] == 8
         where = f"fnn_width={line['fnn_width']}" if line["kind"] == "cell" else line["kind"]
         assert row["name"] == f"FNN, {line['measure']}, {where}"
-    assert rows[0]["setting"] == "not held against the paper's setting"
+    assert rows[0]["setting"].startswith("not the paper's setting: steps 8 (20000), batch 4 (128)")
     assert rows[-1]["setting"] == "over the grid fnn_width=2,3"
     assert rows[-1]["minutes"] == pytest.approx(rows[0]["minutes"] + rows[3]["minutes"]), "of all that were searched"
     page = tmp_path / "found.md"
