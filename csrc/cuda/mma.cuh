@@ -88,7 +88,7 @@ __device__ inline void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], ui
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int high = 0; high < 2; ++high) {
-#pragma unroll
+#pragma unroll 1  // a kernel has hundreds of these products: unrolled, it takes ptxas minutes
     for (int j = 0; j < 4; ++j) {
       const uint32_t top = __shfl_sync(kAllLanes, a[2 * high], 4 * g + j);
       const uint32_t bottom = __shfl_sync(kAllLanes, a[2 * high + 1], 4 * g + j);

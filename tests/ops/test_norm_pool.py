@@ -115,7 +115,8 @@ def test_derivatives(relu: bool) -> None:
     inputs = [t.requires_grad_() for t in draw(2, 3, 4, 2, 3, dtype=torch.float64)]
     function = partial(ops.norm_pool, relu=relu)
     assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
+    if fastmod.backend.active() != "triton":  # it is plain PyTorch's anyway, and slow when interpreted
+        assert torch.autograd.gradgradcheck(function, inputs)
 
 
 @pytest.mark.usefixtures("backend")

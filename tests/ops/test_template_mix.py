@@ -59,7 +59,9 @@ def test_any_shape_layout_and_range(rows, k, p, layouts, mixing, scale, seed) ->
         return [laid_out(t, kind) for t, kind in zip(draw((rows,), k, p, scale=scale), layouts, strict=False)]
 
     function = partial(ops.template_mix, mixing=mixing)
-    assert_agrees(function, inputs, scale=float(max(p, 1)), grad_layout=layouts[2], draws=4)
+    # Of templates that are all the same the logits' gradient is 0, and any sum may be right by luck: more draws.
+    draws = 8 if layouts[1] == "expanded" else 4
+    assert_agrees(function, inputs, scale=float(max(p, 1)), grad_layout=layouts[2], draws=draws)
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -107,7 +109,8 @@ def test_derivatives(mixing: str) -> None:
     inputs = [t.requires_grad_() for t in draw((2, 3), 4, 5, dtype=torch.float64)]
     function = partial(ops.template_mix, mixing=mixing)
     assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
+    if fastmod.backend.active() != "triton":  # it is plain PyTorch's anyway, and slow when interpreted
+        assert torch.autograd.gradgradcheck(function, inputs)
 
 
 @pytest.mark.parametrize("k", [4, 20])
