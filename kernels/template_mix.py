@@ -245,7 +245,7 @@ def forward_tile(templates: int, wide: tl.dtype) -> dict[str, int]:
     """Larger ones spill registers."""
     if wide == tl.float64:
         return {"BLOCK_L": 16, "BLOCK_K": 16, "BLOCK_P": 64}
-    return {"BLOCK_L": 16, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 256}
+    return {"BLOCK_L": 16, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 128}
 
 
 def backward_tile(rows: int, templates: int, wide: tl.dtype) -> dict[str, Any]:
