@@ -11,8 +11,8 @@ from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.template_mix import check_logits
 
-#: Rows and logits of a program at once.
-TILE = {"BLOCK_R": 32, "BLOCK_K": 32}
+#: Rows and logits of a program at once; with more of them, and exp in fp64, ptxas spills.
+TILE = {"BLOCK_R": 32, "BLOCK_K": 16}
 
 
 @triton.jit

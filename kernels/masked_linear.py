@@ -29,7 +29,7 @@ TILE_FP64 = {"BLOCK_O": 16, "BLOCK_I": 16}
 ROWS = 64
 #: Of the gradients of weight and logits, whose sums and slopes take many registers; with more of them ptxas spills.
 WEIGHT_TILE = {"BLOCK_O": 16, "BLOCK_I": 16}
-#: Numbers of eight bytes, and logarithms, take more registers, which twice the warps have.
+#: Numbers of eight bytes, logarithms and forward's noise of a tile take more registers, which twice the warps have.
 MORE_WARPS = {**EXACT_OPTIONS, "num_warps": 8}
 
 
@@ -53,7 +53,7 @@ def rows_of_program(outer, rows, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr):
 def tile_words(seed, s, o, first, OUT, IN, QUADS: tl.constexpr, BLOCK_I: tl.constexpr):
     """Noise words ``[samples, outputs, BLOCK_I]`` of the inputs from ``first`` on. QUADS: IN and first are multiples of
     4, one Philox call serves four weights."""
-    start = (s[:, None] * OUT + o[None, :])[:, :, None] * IN + first
+    start = (s * (OUT * IN))[:, None, None] + (o * IN + first)[None, :, None]
     if QUADS:
         c0, c1, c2, c3 = philox(seed, start // 4 + tl.arange(0, BLOCK_I // 4)[None, None, :], STREAM)
         return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
@@ -226,7 +226,7 @@ def masked_linear_forward(
         forward_kernel[programs(samples, rows, outputs, constants, "BLOCK_O")](
             x_ptr=x, weight_ptr=weight, logits_ptr=logits, biases_ptr=None if biases is None else biases.contiguous(),
             out_ptr=out, first_sample=first, samples=samples, rows=rows, OUT=outputs, IN=inputs, **seed_args(seed),
-            **constants, **EXACT_OPTIONS,
+            **constants, **MORE_WARPS,
         )  # fmt: skip
     return out
 
@@ -290,7 +290,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         }  # fmt: skip
         forward = {**shared, "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": p}
         backward_x = {**shared, "grad_ptr": p, "dx_ptr": p}
-        found.append(Specialisation(forward_kernel, forward, EXACT_OPTIONS, f"rows{rows}", on_amd))
+        found.append(Specialisation(forward_kernel, forward, MORE_WARPS, f"rows{rows}", on_amd))
         found.append(Specialisation(backward_x_kernel, backward_x, EXACT_OPTIONS, f"rows{rows}", on_amd))
         for at_one in (True, False):
             values = {
