@@ -241,11 +241,11 @@ def row_sums(
 # ---- Launchers
 
 
-def forward_tile(templates: int, wide: tl.dtype) -> dict[str, int]:
-    """Larger ones spill registers."""
-    if wide == tl.float64:
+def forward_tile(templates: int, element: tl.dtype) -> dict[str, int]:
+    """Larger ones spill registers, on AMD those of 16 bits; smaller ones of fp32 do so on NVIDIA."""
+    if element == tl.float64:
         return {"BLOCK_L": 16, "BLOCK_K": 16, "BLOCK_P": 64}
-    return {"BLOCK_L": 16, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 128}
+    return {"BLOCK_L": 16, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 256 if element == tl.float32 else 128}
 
 
 def backward_tile(rows: int, templates: int, wide: tl.dtype) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def template_mix_forward(logits: Tensor, bank: Tensor, mixing: int) -> Tensor:
     shared = _arguments(logits, bank, mixing)
     out = bank.new_empty((*logits.shape[:-1], bank.shape[1]))
     if out.numel() > 0:
-        blocks = forward_tile(shared["K"], shared["CT"])
+        blocks = forward_tile(shared["K"], shared["DT"])
         with guard(bank):
             forward_kernel[(triton.cdiv(shared["SIZE"], blocks["BLOCK_P"]),)](out_ptr=out, **shared, **blocks)
     return out
@@ -331,7 +331,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         backward = {
             **shared, "grad_ptr": p, "dbank_ptr": p, "partials_ptr": w, **backward_tile(rows, 32, dtype.compute)
         }  # fmt: skip
-        forward = {**shared, "out_ptr": p, **forward_tile(32, dtype.compute)}
+        forward = {**shared, "out_ptr": p, **forward_tile(32, dtype.element)}
         found.append(Specialisation(forward_kernel, forward, OPTIONS, case, {"PRECISION": IEEE}))
         found.append(Specialisation(backward_kernel, backward, ONE_STAGE, case, {"PRECISION": IEEE}))
     finish = {
