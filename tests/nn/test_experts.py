@@ -513,6 +513,7 @@ def worker(rank: int, folder: str, backend: str) -> None:
         torch.save(mixture.state_dict(), f"{folder}/rank{rank}.pt")
         mixture.train()
         run(x[4 * rank : 4 * rank + 4]).sum().backward()  # and with statistics of the batch
+    dist.barrier()  # nobody hangs up while another is still reading
     dist.destroy_process_group()
 
 

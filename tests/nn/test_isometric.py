@@ -283,6 +283,7 @@ def worker(rank: int, folder: str) -> None:
     for task in (rank, 1 - rank):  # the processes are at different tasks
         step(net, run, images(4, 3, 16, 16), task)
     torch.save(net.state_dict(), f"{folder}/rank{rank}.pt")
+    dist.barrier()  # nobody hangs up while another is still reading
     dist.destroy_process_group()
 
 
