@@ -167,9 +167,8 @@ def test_errors(backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native"], indirect=True)  # that of plain PyTorch is tested on one mixture
 def test_compile_fullgraph(backend: str) -> None:
-    if backend == "reference":
-        pytest.skip("the graph of plain PyTorch is tested on one mixture")
     torch._dynamo.reset()
     model = ResMixNet(2, 2)
     twin = copy.deepcopy(model)
