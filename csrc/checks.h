@@ -25,14 +25,20 @@ inline void check_float(const at::Tensor& tensor, const char* name) {
                    ": expected float32, float64, bfloat16 or float16, got ", type);
 }
 
+// One number, or one for each of several nets at once: see MfnnrSizes.
+inline bool is_number(const at::Tensor& tensor, int64_t copies) {
+  return copies ? tensor.dim() == 1 && tensor.size(0) == copies : tensor.dim() == 0;
+}
+
 inline void check_routing(const std::optional<at::Tensor>& tau, double tau_value,
-                          const std::optional<at::Tensor>& seed, int64_t mode) {
+                          const std::optional<at::Tensor>& seed, int64_t mode, int64_t copies = 0) {
   TORCH_CHECK_VALUE(mode >= 0 && mode <= 2, "mode: expected 0 (softmax), 1 (gumbel) or 2 (argmax), got ", mode);
   TORCH_CHECK_VALUE(tau_value > 0, "tau: expected a number > 0, got ", tau_value);
-  TORCH_CHECK_TYPE(!tau || (tau->dim() == 0 && tau->is_floating_point()), "tau: expected a floating-point 0-d tensor");
+  TORCH_CHECK_TYPE(!tau || (is_number(*tau, copies) && tau->is_floating_point()),
+                   "tau: expected a floating-point 0-d tensor, or one per copy");
   TORCH_CHECK_VALUE(mode != 1 || seed, "seed: expected an int64 0-d tensor in mode gumbel, got none");
-  TORCH_CHECK_TYPE(!seed || (seed->dim() == 0 && seed->scalar_type() == at::kLong),
-                   "seed: expected an int64 0-d tensor");
+  TORCH_CHECK_TYPE(!seed || (is_number(*seed, copies) && seed->scalar_type() == at::kLong),
+                   "seed: expected an int64 0-d tensor, or one per copy");
 }
 
 inline void check_multiplex(const at::Tensor& blocks, const at::Tensor& logits) {
@@ -62,45 +68,60 @@ inline void check_range_penalty(at::TensorList logits, double threshold) {
   }
 }
 
-// Sizes of one MFNNR, read off its tensors once and checked on the way.
+// Sizes of one MFNNR, read off its tensors once and checked on the way. Parameters may be those of several nets at once,
+// with a dimension of copies in front; x, temperatures, seeds and all results then have it too.
 struct MfnnrSizes {
-  int64_t batch, in_blocks, out_blocks, block, rows;
+  int64_t batch, in_blocks, out_blocks, block, rows;  // batch: of one copy
   bool context;
+  int64_t copies;  // 0: a net alone
+  int64_t nets() const { return copies ? copies : 1; }
   int64_t route_in() const { return in_blocks * block; }
   int64_t routed() const { return out_blocks * block; }
   int64_t update_in() const { return routed() + (context ? route_in() : 0); }
 };
 
-inline int64_t check_fnn(const at::Tensor& x, at::TensorList params, int64_t features, const char* name) {
+inline int64_t copies_of(at::TensorList params) {
+  return !params.empty() && params[0].dim() == 3 ? params[0].size(0) : 0;
+}
+
+inline int64_t check_fnn(const at::Tensor& x, at::TensorList params, int64_t features, int64_t copies,
+                         const char* name) {
   TORCH_CHECK_VALUE(!params.empty() && params.size() % 2 == 0, name, ": expected [weight, bias, ...], got ",
                     params.size(), " tensors");
+  const int64_t front = copies ? 1 : 0;
   for (size_t i = 0; i < params.size(); i += 2) {
     const at::Tensor &weight = params[i], &bias = params[i + 1];
     check_like(x, weight, name);
     check_like(x, bias, name);
-    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == features && weight.size(0) > 0 && bias.dim() == 1 &&
-                          bias.size(0) == weight.size(0),
-                      name, "[", i, "]: expected a weight [out, ", features, "] and a bias [out], got ",
-                      weight.sizes(), " and ", bias.sizes());
-    features = weight.size(0);
+    TORCH_CHECK_VALUE(weight.dim() == 2 + front && weight.size(-1) == features && weight.size(-2) > 0 &&
+                          bias.dim() == 1 + front && bias.size(-1) == weight.size(-2) &&
+                          (!copies || (weight.size(0) == copies && bias.size(0) == copies)),
+                      name, "[", i, "]: expected a weight [out, ", features, "] and a bias [out]",
+                      copies ? ", each with the copies in front" : "", ", got ", weight.sizes(), " and ",
+                      bias.sizes());
+    features = weight.size(-2);
   }
   return features;
 }
 
 inline MfnnrSizes check_mfnnr(const at::Tensor& x, at::TensorList route, at::TensorList update, bool context) {
   check_float(x, "x");
+  const int64_t copies = copies_of(route);
   TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-2) > 0 && x.size(-1) > 0, "x: expected [..., M, D], got ", x.sizes());
-  MfnnrSizes s{leading_size(x, 2), x.size(-2), 0, x.size(-1), 0, context};
-  const int64_t logits = check_fnn(x, route, s.route_in(), "route");
+  TORCH_CHECK_VALUE(!copies || (x.dim() >= 3 && x.size(0) == copies), "x: expected [", copies, ", ..., M, D], got ",
+                    x.sizes());
+  MfnnrSizes s{leading_size(x, 2), x.size(-2), 0, x.size(-1), 0, context, copies};
+  s.batch /= s.nets();
+  const int64_t logits = check_fnn(x, route, s.route_in(), copies, "route");
   s.out_blocks = logits / s.in_blocks;
   TORCH_CHECK_VALUE(s.out_blocks > 0 && logits == s.in_blocks * s.out_blocks, "route: expected a multiple of ",
                     s.in_blocks, " outputs, got ", logits);
-  const int64_t outputs = check_fnn(x, update, s.update_in(), "update");
+  const int64_t outputs = check_fnn(x, update, s.update_in(), copies, "update");
   TORCH_CHECK_VALUE(outputs == s.routed() + s.out_blocks, "update: expected ", s.routed() + s.out_blocks,
                     " outputs, got ", outputs);
   s.rows = s.routed();
-  for (size_t i = 1; i < route.size(); i += 2) s.rows += route[i].size(0);
-  for (size_t i = 1; i < update.size(); i += 2) s.rows += update[i].size(0);
+  for (const at::TensorList params : {route, update})
+    for (size_t i = 1; i < params.size(); i += 2) s.rows += params[i].size(-1);
   return s;
 }
 
@@ -131,23 +152,34 @@ inline void check_sample_mask(const at::Tensor& logits, const std::optional<at::
                     ", got ", weight->sizes());
 }
 
+// Whether there are several layers side by side, as torch.vmap has them: every tensor, but a seed that all share, then
+// has one more dimension, in front.
+inline bool stacked_layers(const at::Tensor& weight) { return weight.dim() == 3; }
+
 inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
                                  const std::optional<at::Tensor>& biases, const at::Tensor& seed, int64_t samples,
                                  int64_t first) {
-  TORCH_CHECK_VALUE(x.dim() >= 2 && weight.dim() == 2 && x.size(-1) == weight.size(1),
+  const bool stacked = stacked_layers(weight);
+  TORCH_CHECK_VALUE(x.dim() >= (stacked ? 3 : 2) && (stacked || weight.dim() == 2) && x.size(-1) == weight.size(-1) &&
+                        (!stacked || x.size(0) == weight.size(0)),
                     "expected x [B, ..., in] and weight [out, in], got ", x.sizes(), " and ", weight.sizes());
   check_float(x, "x");
   check_like(x, weight, "weight");
   check_like(x, logits, "logits");
   TORCH_CHECK_VALUE(logits.sizes() == weight.sizes(), "logits: expected the shape of weight, ", weight.sizes(),
                     ", got ", logits.sizes());
-  TORCH_CHECK_VALUE(samples >= 1 && x.size(0) % samples == 0, "x: expected a batch that is a multiple of ", samples,
-                    " samples, got ", x.size(0));
-  check_mask_noise(seed, first, samples, 0);
+  const int64_t batch = x.size(stacked ? 1 : 0), out = weight.size(-2);
+  TORCH_CHECK_VALUE(samples >= 1 && batch % samples == 0, "x: expected a batch that is a multiple of ", samples,
+                    " samples, got ", batch);
+  const bool seeds = stacked && seed.dim() == 1;
+  TORCH_CHECK_VALUE(!seeds || seed.size(0) == weight.size(0), "seed: expected one a layer, ", weight.size(0), ", got ",
+                    seed.size(0));
+  check_mask_noise(seeds && seed.size(0) > 0 ? seed.select(0, 0) : seed, first, samples, 0);
   if (!biases) return;
   check_like(x, *biases, "biases");
-  TORCH_CHECK_VALUE(biases->dim() == 2 && biases->size(0) == samples && biases->size(1) == weight.size(0),
-                    "biases: expected [", samples, ", ", weight.size(0), "], got ", biases->sizes());
+  TORCH_CHECK_VALUE(biases->dim() == (stacked ? 3 : 2) && (!stacked || biases->size(0) == weight.size(0)) &&
+                        biases->size(-2) == samples && biases->size(-1) == out,
+                    "biases: expected [", samples, ", ", out, "], got ", biases->sizes());
 }
 
 inline void check_masked_linear_grad(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
@@ -156,8 +188,9 @@ inline void check_masked_linear_grad(const at::Tensor& grad, const at::Tensor& x
   check_masked_linear(x, weight, logits, std::nullopt, seed, samples, first);
   check_like(x, grad, "grad");
   TORCH_CHECK_VALUE(tau > 0, "tau: expected a number > 0, got ", tau);
-  const int64_t batch = leading_size(x, 1), out = weight.size(0);
-  TORCH_CHECK_VALUE(grad.dim() == x.dim() && grad.numel() == batch * out && grad.size(-1) == out,
+  const int64_t batch = leading_size(x, 1), out = weight.size(-2);
+  TORCH_CHECK_VALUE(grad.dim() == x.dim() && grad.numel() == batch * out && grad.size(-1) == out &&
+                        grad.size(0) == x.size(0),
                     "grad: expected [B, ..., ", out, "], got ", grad.sizes());
 }
 
@@ -258,7 +291,7 @@ inline void check_norm_pool(const at::Tensor& x, const at::Tensor& scale, const 
 
 // params: expand [T, M, C], depthwise [T, M, 3, 3], perhaps squeeze [T, R, M] and excite [T, M, R], project [T, C, M], each
 // followed by weight and bias of its batch norm.
-inline void check_inverted_residual(const at::Tensor& x, at::TensorList params) {
+inline void check_inverted_residual(const at::Tensor& x, at::TensorList params, bool training = true) {
   check_float(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 5 && x.size(1) > 0 && x.size(2) > 0 && x.size(3) > 0 && x.size(4) > 0,
                     "x: expected [B, T, C, H, W], only B may be 0, got ", x.sizes());
@@ -273,7 +306,7 @@ inline void check_inverted_residual(const at::Tensor& x, at::TensorList params) 
     TORCH_CHECK_VALUE(param.dim() >= 2 && param.numel() > 0, "params: expected tensors [T, ...], got ", param.sizes());
   }
   const int64_t tasks = x.size(1), channels = x.size(2), expanded = params[0].size(1);
-  TORCH_CHECK_VALUE(x.size(0) != 1, "x: expected more than 1 value per channel, got ", x.sizes());
+  TORCH_CHECK_VALUE(!training || x.size(0) != 1, "x: expected more than 1 value per channel, got ", x.sizes());
   const auto check = [&](size_t at, at::IntArrayRef sizes) {
     int64_t count = 1;  // sizes of 1 stand where convolutions have them
     for (const int64_t size : sizes) count *= size;
@@ -292,6 +325,19 @@ inline void check_inverted_residual(const at::Tensor& x, at::TensorList params) 
     check(9, {tasks, expanded, squeezed});
   }
   check(params.size() - 3, {tasks, channels, expanded});
+}
+
+// stats: mean and variance [T, channels] of every batch norm.
+inline void check_inverted_residual_stats(const at::Tensor& x, at::TensorList params, at::TensorList stats) {
+  TORCH_CHECK_VALUE(3 * stats.size() == 2 * params.size(), "stats: expected ", 2 * params.size() / 3, " tensors, got ",
+                    stats.size());
+  const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  for (size_t i = 0; i < stats.size(); ++i) {
+    const at::IntArrayRef sizes = params[i / 2 * 3 + 1].sizes();
+    TORCH_CHECK_TYPE(stats[i].scalar_type() == type, "stats: expected ", type, ", got ", stats[i].scalar_type());
+    TORCH_CHECK(stats[i].device() == x.device(), "stats: expected device ", x.device(), ", got ", stats[i].device());
+    TORCH_CHECK_VALUE(stats[i].sizes() == sizes, "stats[", i, "]: expected ", sizes, ", got ", stats[i].sizes());
+  }
 }
 
 inline void check_inverted_residual_saved(const at::Tensor& x, at::TensorList params, const at::Tensor& stats,

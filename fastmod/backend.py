@@ -163,7 +163,47 @@ def autocast_enabled(device_type: str) -> bool:
 def lowered(first: Tensor, *tensors: Any) -> tuple[Any, ...]:
     """The autocast rule of the ops: tensors in the autocast dtype, as for a matmul; fp64 and None stay as they are."""
     dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (first, *tensors))
+    found = [first, *tensors]
+    places = [i for i, t in enumerate(found) if t is not None and t.dtype not in (torch.float64, dtype)]
+    if len(places) > 1 and _casts_together(first.device.type):
+        made = CastTogether.apply(dtype, *[found[i] for i in places])
+    else:
+        made = tuple(found[i].to(dtype) for i in places)
+    for i, tensor in zip(places, made, strict=True):
+        found[i] = tensor
+    return tuple(found)
+
+
+#: Where a launch takes longer than what it does: on a GPU all parameters of an op are cast by one.
+CAST_TOGETHER = {"cuda"}
+
+
+def _casts_together(device_type: str) -> bool:
+    """Not while somebody looks on who knows the single casts better: a compiler fuses them, torch.func maps them."""
+    looked_on = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return device_type in CAST_TOGETHER and not looked_on and forward_ad._current_level < 0
+
+
+class CastTogether(torch.autograd.Function):
+    """Tensors in another dtype, in one launch, and their gradients back in another."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [t.dtype for t in tensors]
+        ctx.set_materialize_grads(False)
+        made = [torch.empty_like(t, dtype=dtype) for t in tensors]
+        torch._foreach_copy_(made, tensors)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found: list[Tensor | None] = [None] * len(grads)
+        for dtype in dict.fromkeys(ctx.dtypes):
+            places = [i for i, grad in enumerate(grads) if grad is not None and ctx.dtypes[i] == dtype]
+            made = CastTogether.apply(dtype, *[grads[i] for i in places]) if places else ()
+            for i, grad in zip(places, made, strict=True):
+                found[i] = grad
+        return None, *found
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from fastmod.kernels._common import OPTIONS, compute_type, excess, guard, row_tile, sigmoid, split_rows
+from fastmod.kernels._images import rounded
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
@@ -36,7 +37,8 @@ def gate_rows(
         x = tl.load(x_ptr + rows[:, None] * D + d[None, :], mask=tile, other=0.0).to(CT)
         new = tl.load(new_ptr + (b * new_stride + n * D)[:, None] + d[None, :], mask=tile, other=0.0).to(CT)
         out = s[:, None] * new + shut[:, None] * x
-        tl.store(out_ptr + rows[:, None] * D + d[None, :], out, mask=tile)
+        at = out_ptr + rows[:, None] * D + d[None, :]
+        tl.store(at, rounded(out, out_ptr.dtype.element_ty), mask=tile)
     squares = tl.zeros(rows.shape, CT)
     if PENALTY:
         e = excess(t, threshold)
@@ -61,19 +63,14 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
-    grad_ptr, x_ptr, new_ptr, gate_ptr, dx_ptr, dnew_ptr, dgate_ptr, grad_penalty_ptr,
-    new_stride: tl.int64, gate_stride: tl.int64, threshold: tl.float64, R: tl.int64, N: tl.int64, D: tl.int64,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+def gate_gradients(
+    grad_ptr, x_ptr, new_ptr, gate_ptr, dx_ptr, dnew_ptr, dgate_ptr, grad_penalty_ptr, start, local, mask, new_stride,
+    gate_stride, threshold, N, D, BLOCK_D: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x, new and gate, the last with that of the penalty if ``grad_penalty_ptr`` is given.
-
-    Without ``grad_ptr`` the gradient of the output is zero.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask = rows < R
-    b, n = split_rows(pid * BLOCK_R, tl.arange(0, BLOCK_R), N)
+    """Gradients of x, new and gate of rows ``start + local``, the last with that of the penalty if
+    ``grad_penalty_ptr`` is given. Without ``grad_ptr`` the gradient of the output is zero."""
+    rows = start + local
+    b, n = split_rows(start, local, N)
     t = tl.load(gate_ptr + b * gate_stride + n, mask=mask, other=0.0).to(CT)
     s, shut = sigmoid(t), sigmoid(-t)  # 1 - sigmoid(t) would cancel
     # As autograd sums it: the difference of two sums, not the sum of differences, for the same infinities.
@@ -84,7 +81,7 @@ def backward_kernel(
         tile = mask[:, None] & (d < D)[None, :]
         at = rows[:, None] * D + d[None, :]
         at_new = (b * new_stride + n * D)[:, None] + d[None, :]
-        g = tl.zeros([BLOCK_R, BLOCK_D], CT)
+        g = tl.zeros([rows.shape[0], BLOCK_D], CT)
         if grad_ptr is not None:
             g = tl.load(grad_ptr + at, mask=tile, other=0.0).to(CT)
             x = tl.load(x_ptr + at, mask=tile, other=0.0).to(CT)
@@ -95,8 +92,22 @@ def backward_kernel(
         tl.store(dnew_ptr + at_new, s[:, None] * g, mask=tile)
     dgate = (taken - kept) * shut * s
     if grad_penalty_ptr is not None:
-        dgate += 2 * tl.load(grad_penalty_ptr).to(CT) * excess(t, tl.full([], threshold, CT))
+        dgate += 2 * tl.load(grad_penalty_ptr).to(CT) * excess(t, threshold)
     tl.store(dgate_ptr + b * gate_stride + n, dgate, mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    grad_ptr, x_ptr, new_ptr, gate_ptr, dx_ptr, dnew_ptr, dgate_ptr, grad_penalty_ptr,
+    new_stride: tl.int64, gate_stride: tl.int64, threshold: tl.float64, R: tl.int64, N: tl.int64, D: tl.int64,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    local = tl.arange(0, BLOCK_R)
+    gate_gradients(
+        grad_ptr, x_ptr, new_ptr, gate_ptr, dx_ptr, dnew_ptr, dgate_ptr, grad_penalty_ptr, pid * BLOCK_R, local,
+        pid * BLOCK_R + local < R, new_stride, gate_stride, tl.full([], threshold, CT), N, D, BLOCK_D, CT,
+    )  # fmt: skip
 
 
 def launch_forward(

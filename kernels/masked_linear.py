@@ -27,9 +27,18 @@ STREAM = tl.constexpr(STREAM_MASK)
 TILE = {"BLOCK_O": 16, "BLOCK_I": 32}
 TILE_FP64 = {"BLOCK_O": 16, "BLOCK_I": 16}
 ROWS = 64
-#: Of the gradients of weight and logits, whose sums and slopes take many registers; with more of them ptxas spills.
+#: Of the forward, in quads: samples of a program at most, which share weights and thresholds, whatever their rows. With
+#: so many AMD's compiler spills.
+SAMPLES = 4
+#: Programs that a large GPU needs. Where there are fewer, each takes one sample, and of the gradient of x half as many
+#: inputs: weights and thresholds are then read for every sample, of a weight so small that a cache holds it.
+ENOUGH = 100
+#: Of the gradients of weight and logits, whose sums and slopes take many registers: with more of them ptxas spills. In
+#: quads and at tau = 1 twice the weights, and as few warps as have products of their own.
 WEIGHT_TILE = {"BLOCK_O": 16, "BLOCK_I": 16}
-#: Numbers of eight bytes, logarithms and forward's noise of a tile take more registers, which twice the warps have.
+WEIGHT_TILE_QUADS = {"BLOCK_O": 16, "BLOCK_I": 32, "BLOCK_R": 16}
+FEWER_WARPS = {**EXACT_OPTIONS, "num_warps": 2}
+#: Numbers of eight bytes, logarithms and a Philox call a weight take more registers, which twice the warps have.
 MORE_WARPS = {**EXACT_OPTIONS, "num_warps": 8}
 
 
@@ -191,18 +200,34 @@ def factor_type(x: Tensor) -> tl.dtype:
     return tl.float16 if x.dtype == torch.float16 else compute_type(x)
 
 
-def tile(samples: int, rows: int, inputs: int, factors: tl.dtype, wide: tl.dtype, kind: int) -> dict[str, Any]:
-    """Constants of a launch."""
+def tile(
+    samples: int, rows: int, inputs: int, columns: int, block: str, factors: tl.dtype, wide: tl.dtype, kind: int
+) -> dict[str, Any]:
+    """Constants of a product with ``columns`` columns, of which a program has as many as its ``block``."""
     sizes = TILE_FP64 if wide == tl.float64 else TILE
     block_r = power(rows, 16, 32)
-    return {
-        **sizes, "BLOCK_R": block_r, "BLOCK_S": power(samples, 1, ROWS // block_r), "QUADS": inputs % 4 == 0,
-        "PRECISION": kind, "DT": factors, "CT": wide,
+    many = block == "BLOCK_O" and inputs % 4 == 0 and wide != tl.float64 and torch.version.hip is None
+    constants = {
+        **sizes, "BLOCK_R": block_r, "BLOCK_S": power(samples, 1, SAMPLES if many else ROWS // block_r),
+        "QUADS": inputs % 4 == 0, "PRECISION": kind, "DT": factors, "CT": wide,
     }  # fmt: skip
+    for fewer in ({"BLOCK_S": 1}, {"BLOCK_I": 16} if block == "BLOCK_I" else {}):
+        if programs(samples, rows, columns, constants, block)[0] < ENOUGH:
+            constants.update(fewer)
+    return constants
 
 
-def weight_options(double: bool, at_one: bool) -> dict[str, Any]:
-    return EXACT_OPTIONS if at_one and not double else MORE_WARPS
+def forward_options(constants: dict[str, Any]) -> dict[str, Any]:
+    return EXACT_OPTIONS if constants["QUADS"] and constants["CT"] != tl.float64 else MORE_WARPS
+
+
+def weight_tile(constants: dict[str, Any], at_one: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants and options of the gradients of weight and logits, from those of a product."""
+    double = constants["CT"] == tl.float64
+    quads = constants["QUADS"] and at_one and not double
+    found = {**constants, **(WEIGHT_TILE_QUADS if quads else WEIGHT_TILE)}
+    del found["BLOCK_S"]
+    return found, FEWER_WARPS if quads else EXACT_OPTIONS if at_one and not double else MORE_WARPS
 
 
 def programs(samples: int, rows: int, columns: int, constants: dict[str, Any], block: str) -> tuple[int]:
@@ -211,22 +236,31 @@ def programs(samples: int, rows: int, columns: int, constants: dict[str, Any], b
     return (groups * triton.cdiv(columns, constants[block]),)
 
 
+def _each(tensor: Tensor | None, stacked: Tensor) -> Sequence[Any]:
+    """What every layer of ``stacked`` has of a tensor that they may share."""
+    return [tensor] * len(stacked) if tensor is None or tensor.dim() == 0 else tensor.unbind()
+
+
 def masked_linear_forward(
     x: Tensor, weight: Tensor, logits: Tensor, biases: Tensor | None, seed: Tensor, samples: int, first: int = 0
 ) -> Tensor:
-    """x ``[B, ..., in]``, weight and logits ``[out, in]``, biases ``[S, out]`` -> ``[B, ..., out]``."""
+    """x ``[B, ..., in]``, weight and logits ``[out, in]``, biases ``[S, out]`` -> ``[B, ..., out]``; of weights
+    ``[layers, out, in]`` one launch a layer."""
+    if weight.dim() == 3:
+        layers = zip(x, weight, logits, _each(biases, weight), _each(seed, weight), strict=True)
+        return torch.stack([masked_linear_forward(*each, samples, first) for each in layers])
     outputs, inputs = weight.shape
     out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     x, weight, logits = x.contiguous(), weight.contiguous(), logits.contiguous()
     rows = out.numel() // (outputs * samples)
-    constants = tile(samples, rows, inputs, factor_type(x), compute_type(x), precision(x))
+    constants = tile(samples, rows, inputs, outputs, "BLOCK_O", factor_type(x), compute_type(x), precision(x))
     with guard(x):
         forward_kernel[programs(samples, rows, outputs, constants, "BLOCK_O")](
             x_ptr=x, weight_ptr=weight, logits_ptr=logits, biases_ptr=None if biases is None else biases.contiguous(),
             out_ptr=out, first_sample=first, samples=samples, rows=rows, OUT=outputs, IN=inputs, **seed_args(seed),
-            **constants, **MORE_WARPS,
+            **constants, **forward_options(constants),
         )  # fmt: skip
     return out
 
@@ -243,6 +277,10 @@ def masked_linear_backward(
     first: int = 0,
 ) -> list[Tensor]:
     """grad ``[B, ..., out]`` -> gradients of x, weight and logits; empty where not needed."""
+    if weight.dim() == 3:
+        layers = zip(grad, x, weight, logits, _each(seed, weight), strict=True)
+        parts = [masked_linear_backward(*each, samples, tau, needs, first) for each in layers]
+        return [torch.stack(each) for each in zip(*parts, strict=True)]
     outputs, inputs = weight.shape
     like = (x, weight, logits)
     rows = x.shape[:-1].numel() // samples
@@ -254,21 +292,21 @@ def masked_linear_backward(
     ]
     need_x, need_weight, need_logits = needs
     grad, x, weight, logits = grad.contiguous(), x.contiguous(), weight.contiguous(), logits.contiguous()
-    constants = tile(samples, rows, inputs, factor_type(x), compute_type(x), precision(x))
+    constants = tile(samples, rows, inputs, inputs, "BLOCK_I", factor_type(x), compute_type(x), precision(x))
     shared = {
         "grad_ptr": grad, "weight_ptr": weight, "logits_ptr": logits, "first_sample": first, "samples": samples,
-        "rows": rows, "OUT": outputs, "IN": inputs, **seed_args(seed), **constants, **EXACT_OPTIONS,
+        "rows": rows, "OUT": outputs, "IN": inputs, **seed_args(seed),
     }  # fmt: skip
     with guard(x):
         if need_x:
-            backward_x_kernel[programs(samples, rows, inputs, constants, "BLOCK_I")](dx_ptr=found[0], **shared)
+            grid = programs(samples, rows, inputs, constants, "BLOCK_I")
+            backward_x_kernel[grid](dx_ptr=found[0], **shared, **constants, **EXACT_OPTIONS)
         if need_weight or need_logits:
-            del shared["BLOCK_S"]
-            small = {**shared, **WEIGHT_TILE, **weight_options(x.dtype == torch.float64, tau == 1.0)}
+            small, options = weight_tile(constants, tau == 1.0)
             grid = (triton.cdiv(outputs, small["BLOCK_O"]) * triton.cdiv(inputs, small["BLOCK_I"]),)
             backward_weight_kernel[grid](
                 x_ptr=x, dweight_ptr=found[1] if need_weight else None, dlogits_ptr=found[2] if need_logits else None,
-                tau=tau, AT_ONE=tau == 1.0, **small,
+                tau=tau, AT_ONE=tau == 1.0, **shared, **small, **options,
             )  # fmt: skip
     return found
 
@@ -277,28 +315,27 @@ def masked_linear_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """With few rows and a word a weight, and with many rows in quads."""
+    """With few rows and a word a weight, with many rows in quads, and where programs are few."""
     p = dtype.pointer
     on_amd = {"PRECISION": IEEE}
     found = []
-    for samples, rows, inputs in ((3, 5, 33), (4, 64, 64)):
+    for samples, rows, inputs, columns in ((3, 5, 33, 10_000), (4, 64, 64, 10_000), (4, 32, 400, 400)):
         quads = inputs % 4 == 0
-        kind = TF32_THRICE if dtype.name == "fp32" else IEEE
-        shared = {
-            "weight_ptr": p, "logits_ptr": p, "seed_ptr": "*i64" if quads else None,
-            **tile(samples, rows, inputs, dtype.element, dtype.compute, kind),
-        }  # fmt: skip
-        forward = {**shared, "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": p}
-        backward_x = {**shared, "grad_ptr": p, "dx_ptr": p}
-        found.append(Specialisation(forward_kernel, forward, MORE_WARPS, f"rows{rows}", on_amd))
-        found.append(Specialisation(backward_x_kernel, backward_x, EXACT_OPTIONS, f"rows{rows}", on_amd))
-        for at_one in (True, False):
+        case = f"rows{rows}"
+        kinds = dtype.element, dtype.compute, TF32_THRICE if dtype.name == "fp32" else IEEE
+        sizes = {block: tile(samples, rows, inputs, columns, block, *kinds) for block in ("BLOCK_O", "BLOCK_I")}
+        shared = {"weight_ptr": p, "logits_ptr": p, "seed_ptr": "*i64" if quads else None}
+        forward = {**shared, **sizes["BLOCK_O"], "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": p}
+        backward_x = {**shared, **sizes["BLOCK_I"], "grad_ptr": p, "dx_ptr": p}
+        fewer = {**on_amd, "BLOCK_S": min(forward["BLOCK_S"], ROWS // forward["BLOCK_R"])}
+        found.append(Specialisation(forward_kernel, forward, forward_options(forward), case, fewer))
+        found.append(Specialisation(backward_x_kernel, backward_x, EXACT_OPTIONS, case, on_amd))
+        for at_one in (True, False) if columns > 400 else ():
+            sizes_of_weight, options = weight_tile(sizes["BLOCK_I"], at_one)
             values = {
-                **shared, "grad_ptr": p, "x_ptr": p, "dlogits_ptr": p, "dweight_ptr": p if quads == at_one else None,
-                "AT_ONE": at_one, **WEIGHT_TILE,
+                **shared, **sizes_of_weight, "grad_ptr": p, "x_ptr": p, "dlogits_ptr": p,
+                "dweight_ptr": p if quads == at_one else None, "AT_ONE": at_one,
             }  # fmt: skip
-            del values["BLOCK_S"]
-            case = f"rows{rows}-{'one' if at_one else 'any'}"
-            options = weight_options(dtype.compute == tl.float64, at_one)
-            found.append(Specialisation(backward_weight_kernel, values, options, case, on_amd))
+            named = f"{case}-{'one' if at_one else 'any'}"
+            found.append(Specialisation(backward_weight_kernel, values, options, named, on_amd))
     return found

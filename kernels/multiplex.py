@@ -1,13 +1,22 @@
-"""Triton kernels and launchers of ``multiplex``: rows ``r = b * N + n`` are the outputs."""
+"""Triton kernels and launchers of ``multiplex``.
+
+The tiled kernels take whole batch elements: scores ``[b, m, n]`` are computed and normalised once, and a product is a
+sum over an axis that no thread shares. What is too large for a tile goes by rows ``r = b * N + n``, the outputs, with
+any number of blocks.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from fastmod.kernels._common import (
+    GUMBEL,
     OPTIONS,
     SOFTMAX,
+    STREAM,
     column_stats,
     compute_type,
     divide,
@@ -15,12 +24,15 @@ from fastmod.kernels._common import (
     guard,
     hard_weight,
     key,
+    philox,
     routing_args,
     row_tile,
     scaled_logit,
     soft_weight,
     split_rows,
     temperature,
+    uniform,
+    uniform_of,
 )
 from torch import Tensor
 
@@ -160,6 +172,160 @@ def backward_blocks_kernel(
         tl.store(dblocks_ptr + out, acc, mask=tile)
 
 
+@triton.jit
+def tile_scores(
+    logits_ptr, first, lines, n, inside, tau, seed, N,
+    MODE: tl.constexpr, QUADS: tl.constexpr, BLOCK_N: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Raw logits t and z = (t + noise) / tau, ``[b, m, n]``: rows ``lines [b, m, 1]`` from element ``first`` on."""
+    offsets = lines * N + n
+    t = tl.load(logits_ptr + first + offsets, mask=inside, other=0.0).to(CT)
+    z = t
+    if MODE == GUMBEL:
+        if QUADS:  # rows begin at multiples of four: one call draws four numbers
+            quad = tl.arange(0, BLOCK_N // 4)[None, None, :]
+            c0, c1, c2, c3 = philox(seed, (first >> 2) + (lines * (N // 4) + quad), STREAM)
+            u = uniform_of(tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3)), CT)
+        else:
+            u = uniform(seed, first + offsets, CT)
+        z = t - tl.log(-tl.log(u))
+    return t, divide(z, tau)
+
+
+@triton.jit
+def tile_softmax(z, exists):
+    """Soft weights over axis 1 and their sums, which are NaN where torch.softmax is; ``exists``: which m there are."""
+    z = tl.where(exists, z, float("-inf"))
+    e = tl.exp(z - tl.max(z, axis=1, keep_dims=True))
+    total = tl.sum(e, axis=1, keep_dims=True)
+    return divide(e, total), total
+
+
+@triton.jit
+def tile_forward_weights(z, w, total, m, exists, MODE: tl.constexpr):
+    """The weights of the forward from the soft ones."""
+    if MODE != SOFTMAX:
+        chosen = tl.argmax(tl.where(exists, z, float("-inf")), axis=1, keep_dims=True)
+        w = hard_weight(m, chosen, total)
+    return w
+
+
+@triton.jit
+def tiled_forward_kernel(
+    blocks_ptr, logits_ptr, out_ptr, copy_ptr, partials_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
+    seed_value: tl.int64, threshold: tl.float64, B: tl.int64, M: tl.int32, N: tl.int32, D: tl.int32,
+    MODE: tl.constexpr, PENALTY: tl.constexpr, QUADS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Outputs of BLOCK_B batch elements, and with PENALTY one partial sum per program."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_B
+    b = tl.arange(0, BLOCK_B)[:, None, None]
+    m = tl.arange(0, BLOCK_M)[None, :, None]
+    n = tl.arange(0, BLOCK_N)[None, None, :]
+    there = first + b < B
+    exists = m < M
+    tau = temperature(tau_ptr, tau_value, CT)
+    inside = there & exists & (n < N)
+    t, z = tile_scores(
+        logits_ptr, first * M * N, b * M + m, n, inside, tau, key(seed_ptr, seed_value), N, MODE, QUADS, BLOCK_N, CT
+    )
+    if copy_ptr is not None:
+        tl.store(copy_ptr + first * M * N + ((b * M + m) * N + n), t, mask=inside)
+    if PENALTY:
+        over = tl.where(inside, excess(t, tl.full([], threshold, CT)), 0.0)
+        squares = tl.sum(tl.sum(tl.sum(over * over, axis=2), axis=1), axis=0)
+        tl.store(partials_ptr + tl.program_id(0), squares)
+    w, total = tile_softmax(z, exists)
+    w = tile_forward_weights(z, w, total, m, exists, MODE)
+    outputs = tl.arange(0, BLOCK_N)[None, :, None]
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)[None, None, :]
+        x = tl.load(
+            blocks_ptr + first * M * D + ((b * M + m) * D + d), mask=there & exists & (d < D), other=0.0
+        ).to(CT)  # fmt: skip
+        mixed = tl.sum(w[:, :, :, None] * x[:, :, None, :], axis=1)  # [b, n, d]
+        tl.store(
+            out_ptr + first * N * D + ((b * N + outputs) * D + d), mixed, mask=there & (outputs < N) & (d < D)
+        )  # fmt: skip
+
+
+@triton.jit
+def tiled_backward_kernel(
+    grad_ptr, blocks_ptr, logits_ptr, dblocks_ptr, dlogits_ptr, dtau_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
+    seed_value: tl.int64, B: tl.int64, M: tl.int32, N: tl.int32, D: tl.int32, MODE: tl.constexpr,
+    QUADS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of blocks and logits of BLOCK_B batch elements, and of tau one partial per program."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_B
+    b = tl.arange(0, BLOCK_B)[:, None, None]
+    m = tl.arange(0, BLOCK_M)[None, :, None]
+    n = tl.arange(0, BLOCK_N)[None, None, :]
+    there = first + b < B
+    exists = m < M
+    tau = temperature(tau_ptr, tau_value, CT)
+    inside = there & exists & (n < N)
+    _, z = tile_scores(
+        logits_ptr, first * M * N, b * M + m, n, inside, tau, key(seed_ptr, seed_value), N, MODE, QUADS, BLOCK_N, CT
+    )
+    w, total = tile_softmax(z, exists)
+
+    last_m = tl.arange(0, BLOCK_M)[None, None, :]
+    dw = tl.zeros([BLOCK_B, BLOCK_M, BLOCK_N], CT)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)[None, :, None]
+        x = tl.load(
+            blocks_ptr + first * M * D + ((b * M + last_m) * D + d), mask=there & (last_m < M) & (d < D), other=0.0
+        ).to(CT)  # fmt: skip
+        g = tl.load(
+            grad_ptr + first * N * D + ((b * N + n) * D + d), mask=there & (n < N) & (d < D), other=0.0
+        ).to(CT)  # fmt: skip
+        dw += tl.sum(x[:, :, :, None] * g[:, :, None, :], axis=1)  # [b, m, n]
+    dw = tl.where(exists, dw, 0.0)  # 0 * inf is not
+
+    dz = divide(w * (dw - tl.sum(w * dw, axis=1, keep_dims=True)), tau)
+    tl.store(dlogits_ptr + first * M * N + ((b * M + m) * N + n), dz, mask=inside)
+    if dtau_ptr is not None:
+        # dz sum to 0 over m, so z may be measured from anywhere: from its own mean a rounding of theirs does not count
+        z_known = tl.where(exists, z, 0.0)
+        terms = dz * (z_known - tl.sum(w * z_known, axis=1, keep_dims=True))
+        terms = tl.sum(tl.sum(tl.sum(tl.where(inside, terms, 0.0), axis=2), axis=1), axis=0)
+        tl.store(dtau_ptr + tl.program_id(0), -terms)
+
+    w = tl.permute(tile_forward_weights(z, w, total, m, exists, MODE), (0, 2, 1))  # [b, n, m]
+    outputs = tl.arange(0, BLOCK_N)[None, :, None]
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)[None, None, :]
+        g = tl.load(
+            grad_ptr + first * N * D + ((b * N + outputs) * D + d), mask=there & (outputs < N) & (d < D), other=0.0
+        ).to(CT)  # fmt: skip
+        spread = tl.sum(w[:, :, :, None] * g[:, :, None, :], axis=1)  # [b, m, d]
+        tl.store(
+            dblocks_ptr + first * M * D + ((b * M + m) * D + d), spread, mask=there & exists & (d < D)
+        )  # fmt: skip
+
+
+#: Numbers of a product ``[b, m, n, d]`` for each warp, by the compute dtype: more spill registers.
+WARP_TILE = {tl.float32: 4096, tl.float64: 2048}
+
+
+def tile_of(batch: int, m: int, n: int, d: int, wide: tl.dtype) -> dict[str, Any] | None:
+    """Sizes and warps of a tile, or None where the weights of one batch element are too many for one."""
+    block_m, block_n = triton.next_power_of_2(m), triton.next_power_of_2(max(n, 4))
+    block_d = min(triton.next_power_of_2(d), 32)  # a line
+    room = WARP_TILE[wide]
+    while block_m * block_n * block_d > 4 * room and block_d > 8:
+        block_d //= 2
+    size = block_m * block_n * block_d
+    if size > 4 * room or max(m, n) * d >= 2**20:  # offsets in a tile have 32 bits
+        return None
+    block_b = max(1, min(room // (2 * size), triton.next_power_of_2(max(batch // 64, 1))))
+    return {
+        "QUADS": n % 4 == 0, "BLOCK_B": block_b, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d,
+        **OPTIONS, "num_warps": max(1, size // room),
+    }  # fmt: skip
+
+
 def launch_forward(
     blocks: Tensor,
     logits: Tensor,
@@ -177,16 +343,19 @@ def launch_forward(
     batch, m, d = blocks.shape
     n = logits.shape[-1]
     wide = compute_type(blocks)
-    tile = row_tile(d, wide)
-    rows = batch * n
-    programs = triton.cdiv(rows, tile["BLOCK_R"])
+    tile, rows = tile_of(batch, m, n, d, wide), row_tile(d, wide)
+    programs = triton.cdiv(batch * n, rows["BLOCK_R"]) if tile is None else triton.cdiv(batch, tile["BLOCK_B"])
     partials = blocks.new_empty(programs, dtype=compute_dtype(blocks)) if penalty else None
+    arguments = {
+        "blocks_ptr": blocks, "logits_ptr": logits, "out_ptr": out, "copy_ptr": copy, "partials_ptr": partials,
+        "threshold": threshold, "M": m, "N": n, "D": d, "PENALTY": penalty, "CT": wide,
+        **routing_args(tau, tau_value, seed, mode),
+    }  # fmt: skip
     with guard(blocks):
-        forward_kernel[(programs,)](
-            blocks_ptr=blocks, logits_ptr=logits, out_ptr=out, copy_ptr=copy, partials_ptr=partials,
-            threshold=threshold, R=rows, M=m, N=n, D=d, PENALTY=penalty, CT=wide,
-            **routing_args(tau, tau_value, seed, mode), **tile, **OPTIONS,
-        )  # fmt: skip
+        if tile is None:
+            forward_kernel[(programs,)](R=batch * n, **rows, **arguments, **OPTIONS)
+        else:
+            tiled_forward_kernel[(programs,)](B=batch, **tile, **arguments)
     return partials
 
 
@@ -236,6 +405,33 @@ def launch_backward_blocks(weights: Tensor, grad: Tensor, add: Tensor | None, db
         )  # fmt: skip
 
 
+def launch_tiled_backward(
+    grad: Tensor,
+    blocks: Tensor,
+    logits: Tensor,
+    dblocks: Tensor,
+    tau: Tensor | None,
+    tau_value: float,
+    seed: Tensor | None,
+    mode: int,
+    tile: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Write ``dblocks [B, M, D]``; the gradients of the logits ``[B, M, N]`` and of tau. One launch, and with a learned
+    temperature one that adds up what the programs found: in Triton no program knows that it is the last."""
+    batch, m, d = blocks.shape
+    programs = triton.cdiv(batch, tile["BLOCK_B"])
+    wide = compute_dtype(blocks)
+    dlogits = torch.empty_like(logits)
+    partials = blocks.new_empty(programs, dtype=wide) if tau is not None else None
+    with guard(blocks):
+        tiled_backward_kernel[(programs,)](
+            grad_ptr=grad, blocks_ptr=blocks, logits_ptr=logits, dblocks_ptr=dblocks, dlogits_ptr=dlogits,
+            dtau_ptr=partials, B=batch, M=m, N=logits.shape[-1], D=d, CT=compute_type(blocks),
+            **routing_args(tau, tau_value, seed, mode), **tile,
+        )  # fmt: skip
+    return dlogits, zero_tau(blocks) if partials is None else partials.sum()
+
+
 def zero_tau(like: Tensor) -> Tensor:
     """The gradient of a tau that got none: 0-d, compute dtype."""
     return torch.zeros((), dtype=compute_dtype(like), device=like.device)
@@ -267,10 +463,15 @@ def multiplex_backward(
     if grad.numel() == 0 or blocks.shape[-2] == 0:
         zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (blocks, logits)]
         return zeros[0], zeros[1], zero_tau(blocks)
-    g = flat(grad)
-    dlogits, weights, dtau = launch_backward_logits(g, flat(blocks), flat(logits), tau, tau_value, seed, mode)
-    assert weights is not None
+    g, x, own = flat(grad), flat(blocks), flat(logits)
     dblocks = torch.empty(blocks.shape, dtype=blocks.dtype, device=blocks.device)
+    batch, m, d = x.shape
+    tile = tile_of(batch, m, own.shape[-1], d, compute_type(x))
+    if tile is not None:
+        dlogits, dtau = launch_tiled_backward(g, x, own, dblocks, tau, tau_value, seed, mode, tile)
+        return dblocks, dlogits.view(logits.shape), dtau
+    dlogits, weights, dtau = launch_backward_logits(g, x, own, tau, tau_value, seed, mode)
+    assert weights is not None
     launch_backward_blocks(weights, g, None, dblocks)
     return dblocks, dlogits.view(logits.shape), dtau
 
@@ -284,10 +485,31 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Softmax alone; with the largest D Gumbel inside an MFNNR, which copies the logits and adds the penalty."""
+    """Tiles of the papers' shapes, of which one copies logits and adds the penalty as an MFNNR does, and rows of the
+    largest."""
     p, w = dtype.pointer, dtype.wide_pointer
     found = []
-    for d in (10, 32, 1000):
+    tiled = [(8, 8, 10, "gumbel"), (16, 16, 32, "softmax"), (5, 4, 196, "argmax"), (30, 30, 7, "gumbel")]
+    for m, n, d, mode in tiled:
+        inside = mode == "gumbel"
+        routing = {
+            "tau_ptr": w if inside else None, "seed_ptr": "*i64" if inside else None, "MODE": MODES[mode],
+            "CT": dtype.compute,
+        }  # fmt: skip
+        tile = tile_of(4096, m, n, d, dtype.compute)
+        assert tile is not None
+        options = {name: tile.pop(name) for name in OPTIONS}
+        forward = {
+            "blocks_ptr": p, "logits_ptr": p, "out_ptr": p, "copy_ptr": p if inside else None,
+            "partials_ptr": w if inside else None, "PENALTY": inside, **routing, **tile,
+        }  # fmt: skip
+        backward = {
+            "grad_ptr": p, "blocks_ptr": p, "logits_ptr": p, "dblocks_ptr": p, "dlogits_ptr": p,
+            "dtau_ptr": w if inside else None, **routing, **tile,
+        }  # fmt: skip
+        found.append(Specialisation(tiled_forward_kernel, forward, options, f"M{m}-N{n}-D{d}"))
+        found.append(Specialisation(tiled_backward_kernel, backward, options, f"M{m}-N{n}-D{d}"))
+    for d in (32, 1000):
         inside = d == 1000
         routing = {
             "tau_ptr": "*fp32" if inside else None, "seed_ptr": "*i64" if inside else None,

@@ -19,6 +19,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,14 +39,20 @@ ARCH = "sm_80"  # the interpreter knows mma.sync and cp.async, not what came lat
 _BASE = 4096  # of the interpreter's memory, which is this process's
 
 
+#: Of a launch: the blocks to be interpreted, and what their instructions are divided by.
+Part = Callable[[recorder.Launch], tuple[Sequence[int], int]]
+
+
 class Case(NamedTuple):
     """A shape small enough to be interpreted. ``useful``: what the instructions of a kernel are divided by, of one
-    product, as a backward has a kernel for each of its two."""
+    product, though a kernel of a backward may have two. With a ``part`` only some blocks run, and no value is
+    compared."""
 
     shape: shapes.Shape
     unit: str
     useful: int
     dtypes: tuple[str, ...] = ("fp32", "bf16")
+    part: Part | None = None
 
 
 def _products(shape: shapes.Shape, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Case:
@@ -57,13 +64,24 @@ def _weights(shape: shapes.Shape, samples: int) -> Case:
     return Case(shape, "weight and sample", samples * math.prod(shape.shapes[-1]))
 
 
+def _masked_columns(launch: recorder.Launch) -> tuple[Sequence[int], int]:
+    """Of 2000 x 2000, 4 samples: the blocks that share 64 columns of a product, or 64 x 64 of a gradient."""
+    if "weight_kernel" in launch.name:
+        return [33], 4 * 64 * 64
+    across = 32  # blocks of 64 columns, the last of which is not whole
+    return range(3, launch.grid[0], across), 4 * 64 * 2000
+
+
 CASES = (
     _products(shapes.smfr(16, (6, 8, 8, 8, 5), 10, (100,))),
+    _products(shapes.smfr(32, (3, 2), 40, (160,))),
     _products(shapes.multiplex(16, 8, 8, 10)),
     _products(shapes.multiplex(4, 16, 16, 32)),
     _products(shapes.multiplex(2, 5, 4, 196)),
     _weights(shapes.masked_linear(128, 128, 64, 4), 4),
+    _weights(shapes.masked_linear(128, 2000, 2000, 4), 4)._replace(part=_masked_columns),
     _weights(shapes.sample_mask(8192, 4), 4),
+    _products(shapes.masked_conv2d(4, 32, 8, 64, 2)),
     _products(shapes.norm_conv(1, 1, 16, 16, 16)),
     _products(shapes.norm_conv(1, 1, 64, 64, 8), ("bf16",)),
 )
@@ -213,10 +231,12 @@ def kernel(module: Any, name: str) -> Any:
 
 def print_counts(case: Case, dtype: str, module: Any) -> None:
     counts: list[tuple[str, Counts]] = []
+    useful: dict[str, int] = {}
 
     def run(launch: recorder.Launch) -> None:
         vm = host_vm(module)
-        vm.launch(kernel(module, launch.name), launch.grid, launch.block, list(launch.arguments), dyn=launch.dynamic)
+        blocks, useful[launch.name] = case.part(launch) if case.part else (None, case.useful)
+        interpret(vm, kernel(module, launch.name), launch, blocks)
         told = module.counters(vm)
         each = [lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")]
         worst = max(each, default=0.0)
@@ -224,18 +244,30 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
         own = Counts(told["instructions"], *moved, told["mma"], told["lines_per_load"], worst)
         counts.append((launch.name, own))
 
-    error = interpreted_error(case.shape, launch_table.DTYPES[dtype], run)
+    error = "not compared"
+    if case.part:
+        recorder.results(case.shape, case.shape.tensors(dtype=launch_table.DTYPES[dtype]), run)
+    else:
+        error = f"{interpreted_error(case.shape, launch_table.DTYPES[dtype], run):.1e}"
     names = list(dict.fromkeys(name for name, _ in counts))
     for name in names:
         own = [each for other, each in counts if other == name]
-        ratio = sum(each.instructions for each in own) / case.useful
+        ratio = sum(each.instructions for each in own) / useful[name]
         lines = f"{sum(each.lines for each in own) / len(own):.1f}, {max(each.worst for each in own):.0f}"
         read, written = sum(each.read for each in own), sum(each.written for each in own)
         print(
             f"| `{case.shape.op}` {case.shape.label} | {dtype} | `{name}` | {len(own)} | {ratio:.2f} per {case.unit} "
             f"| {read} | {written} | {lines} | {sum(each.mma for each in own)} |"
         )
-    print(f"| | | largest error against fp64 | | {error:.1e} | | | | |", flush=True)
+    print(f"| | | largest error against fp64 | | {error} | | | | |", flush=True)
+
+
+def interpret(vm: Any, code: Any, launch: recorder.Launch, blocks: Sequence[int] | None) -> None:
+    """A launch, or some of its blocks."""
+    run = vm.run
+    if blocks is not None:
+        vm.run = lambda code, all_blocks, *rest: run(code, np.intersect1d(all_blocks, blocks), *rest)
+    vm.launch(code, launch.grid, launch.block, list(launch.arguments), dyn=launch.dynamic)
 
 
 def interpreted_error(shape: shapes.Shape, dtype: torch.dtype, run: recorder.Listener) -> float:

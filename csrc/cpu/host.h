@@ -32,6 +32,17 @@ inline at::Tensor readable(const at::Tensor& tensor) {
   return wide.is_contiguous() ? wide : wide.contiguous();
 }
 
+// The same of a tensor with copies in front: contiguous within each, from one to the next any step, 0 where they share it.
+inline at::Tensor readable_copies(const at::Tensor& tensor) {
+  const at::Tensor wide = in_type(tensor, compute_type(tensor));
+  int64_t step = 1;
+  for (int64_t i = wide.dim() - 1; i > 0; --i) {
+    if (wide.size(i) != 1 && wide.stride(i) != step) return wide.contiguous();
+    step *= wide.size(i);
+  }
+  return wide;
+}
+
 // Past the dispatcher as well: here the device is known.
 inline at::Tensor empty_wide(at::IntArrayRef sizes, const at::Tensor& like) {
   return at::cpu::empty(sizes, like.options().dtype(compute_type(like)));

@@ -19,6 +19,7 @@ namespace FASTMOD_ISA {
 #include "norm_sum_kernel.h"
 #include "norm_pool_kernel.h"
 #include "inverted_residual_kernel.h"
+#include "inverted_residual_inference_kernel.h"
 #include "template_mix_kernel.h"
 #include "cluster_penalty_kernel.h"
 
@@ -62,6 +63,7 @@ constexpr KernelTable<T> make_table() {
       .inverted_residual_pool = inverted_residual_pool<T>,
       .inverted_residual_project = inverted_residual_project<T>,
       .inverted_residual_sum = inverted_residual_sum<T>,
+      .inverted_residual_inference = inverted_residual_inference<T>,
       .inverted_residual_grad_sums = inverted_residual_grad_sums<T>,
       .inverted_residual_project_grad = inverted_residual_project_grad<T>,
       .inverted_residual_expand_grad = inverted_residual_expand_grad<T>,

@@ -11,7 +11,7 @@ constexpr int64_t kProductPixels = 128;
 template <typename T>
 struct InvertedResidualScratch {
   int64_t line;  // of a padded image: elements from one row to the next
-  int64_t narrow = 0, centred = 0, wide = 0, gated = 0, padded = 0, grads = 0, all = 0, size = 0;
+  int64_t narrow = 0, centred = 0, wide = 0, gated = 0, padded = 0, grads = 0, all = 0, row = 0, size = 0;
   explicit InvertedResidualScratch(const InvertedResidualArgs<T>& args) : line((args.wide + 2) * kExpanded) {
     const auto take = [&](int64_t count) {
       const int64_t at = size;
@@ -25,6 +25,7 @@ struct InvertedResidualScratch {
     padded = take((args.high + 2) * line);  // the same with a frame of zeros
     grads = take((args.high + 2) * line);
     all = take(args.pixels() * args.expanded);  // of all expanded channels
+    row = take(args.columns + args.squeeze_columns);
   }
 };
 template <typename T>

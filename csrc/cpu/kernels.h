@@ -172,7 +172,7 @@ struct NormPoolArgs {
   T *grad_scale, *grad_shift;  // [B, E, C]; all three may be null
 };
 
-// An inverted residual block in training, of images [B, T, H * W, C] with M expanded channels. Scales are those of the
+// An inverted residual block, of images [B, T, H * W, C] with M expanded channels. Scales are those of the
 // batch norms, weight / sqrt(var + eps).
 template <typename T>
 struct InvertedResidualArgs {
@@ -193,6 +193,10 @@ struct InvertedResidualArgs {
   const T *scale, *mean, *bias;               // [T, C]
   T *unit_mean, *unit_square;                 // of every image: [B, T, channels]
   T* y;
+  // inference only: squeeze-excite, or null
+  int64_t squeezed, squeeze_columns;
+  const T *squeeze, *squeeze_scale, *squeeze_bias;  // [T, M, squeeze_columns], [T, R], [T, R]
+  const T *excite, *excite_scale, *excite_bias;     // [T, R, columns], [T, M], [T, M]
   // backward only
   const T* grad;
   const T *grad_factors, *inner_factors;      // [T, 3, C], [T, 3, M]: of batch norms' gradients
@@ -261,6 +265,7 @@ struct KernelTable {
   void (*inverted_residual_pool)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
   void (*inverted_residual_project)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
   void (*inverted_residual_sum)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*inverted_residual_inference)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
   void (*inverted_residual_grad_sums)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
   void (*inverted_residual_project_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end,
                                          int64_t task, T* scratch);

@@ -43,6 +43,15 @@ Tensor transposed_tiles(const Tensor& x, const MaskedLinearArgs<T>& args) {
 Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& biases,
                               const Tensor& seed, int64_t samples, int64_t first) {
   check_masked_linear(x, weight, logits, biases, seed, samples, first);
+  if (stacked_layers(weight)) {
+    std::vector<Tensor> found;
+    for (int64_t i = 0; i < weight.size(0); ++i) {
+      const auto added = biases ? OptionalTensor(biases->select(0, i)) : OptionalTensor();
+      found.push_back(masked_linear_forward(x.select(0, i), weight.select(0, i), logits.select(0, i), added,
+                                            seed.dim() == 1 ? seed.select(0, i) : seed, samples, first));
+    }
+    return at::stack(found);
+  }
   auto sizes = x.sizes().vec();
   sizes.back() = weight.size(0);
   const Tensor out = empty_wide(sizes, x);
@@ -68,6 +77,17 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
                                             const Tensor& logits, const Tensor& seed, int64_t samples, double tau,
                                             std::array<bool, 3> needs, int64_t first) {
   check_masked_linear_grad(grad, x, weight, logits, seed, samples, first, tau);
+  if (stacked_layers(weight)) {
+    std::vector<Tensor> found[3], stacked;
+    for (int64_t i = 0; i < weight.size(0); ++i) {
+      const auto own = masked_linear_backward(grad.select(0, i), x.select(0, i), weight.select(0, i),
+                                              logits.select(0, i), seed.dim() == 1 ? seed.select(0, i) : seed, samples,
+                                              tau, needs, first);
+      for (int j = 0; j < 3; ++j) found[j].push_back(own[j]);
+    }
+    for (const auto& each : found) stacked.push_back(at::stack(each));
+    return stacked;
+  }
   const auto [need_x, need_weight, need_logits] = needs;
   const int64_t batch = leading_size(x, 1), out = weight.size(0), in = weight.size(1);
   const auto type = x.scalar_type();

@@ -1,7 +1,7 @@
 // MFNNRs on the CPU. A stack of them, an SMFR, is served in one go: a tile of the batch passes through all layers on one
 // thread, so that a step has three parallel regions in all instead of three per layer. A single MFNNR is a stack of one.
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros_like.h>
+// Several nets are served in one call as well; where there are enough of them, a thread takes whole nets.
+#include <ATen/ops/zeros.h>
 
 #include "cpu/host.h"
 
@@ -14,26 +14,75 @@ using at::TensorList;
 // One MFNNR of a stack: its parameters as the kernels read them.
 struct Layer {
   MfnnrSizes size;
-  Routing routing;
+  std::vector<Routing> routing;  // of every net
   bool need_tau;
   std::vector<Tensor> route, update;
 };
 
+// Results have the copies in front, if there are any.
 struct LayerResult {
   Tensor out, logits, gate, saved;
 };
 
-struct LayerGrads {
+struct Grads {
   Tensor x;
-  double tau;
-  std::vector<Tensor> params;
+  std::vector<Tensor> taus, params;  // of layer after layer
 };
 
-std::vector<Tensor> readable_list(TensorList tensors) {
+Tensor readable(const Tensor& tensor, int64_t copies) {
+  return copies ? readable_copies(tensor) : cpu::readable(tensor);
+}
+
+std::vector<Tensor> readable_list(TensorList tensors, int64_t copies) {
   std::vector<Tensor> result;
   result.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) result.push_back(readable(tensor));
+  for (const Tensor& tensor : tensors) result.push_back(readable(tensor, copies));
   return result;
+}
+
+// Where the values of one net begin; a net alone is number 0.
+template <typename T>
+const T* of_net(const Tensor& tensor, int64_t net) {
+  return tensor.const_data_ptr<T>() + net * tensor.stride(0);
+}
+template <typename T>
+T* to_net(const Tensor& tensor, int64_t net) {
+  return tensor.data_ptr<T>() + net * tensor.stride(0);
+}
+
+// One number per net.
+std::vector<double> read_numbers(const Tensor& tensor, int64_t copies) {
+  if (!copies) return {tensor.item<double>()};
+  const Tensor wide = tensor.to(at::kDouble).contiguous();
+  return {wide.const_data_ptr<double>(), wide.const_data_ptr<double>() + copies};
+}
+
+Tensor numbers(const std::vector<double>& values, int64_t copies, const Tensor& like) {
+  const Tensor result = empty_wide(copies ? at::IntArrayRef(copies) : at::IntArrayRef(), like);
+  with_compute_type(like, [&](auto zero) {
+    std::copy(values.begin(), values.end(), result.data_ptr<decltype(zero)>());
+  });
+  return result;
+}
+
+std::vector<Routing> read_routings(const MfnnrSizes& size, const OptionalTensor& tau, double tau_value,
+                                   const OptionalTensor& seed, int64_t mode) {
+  if (!size.copies) return {read_routing(tau, tau_value, seed, mode)};
+  check_routing(tau, tau_value, seed, mode, size.copies);
+  const std::vector<double> taus = tau ? read_numbers(*tau, size.copies) : std::vector<double>(size.copies, tau_value);
+  std::vector<Routing> result;
+  for (int64_t net = 0; net < size.copies; ++net) {
+    TORCH_CHECK_VALUE(taus[net] > 0, "tau: expected a number > 0, got ", taus[net]);
+    result.push_back({static_cast<Mode>(mode), taus[net], mode == 1 ? *of_net<int64_t>(*seed, net) : 0});
+  }
+  return result;
+}
+
+Layer make_layer(const Tensor& x, TensorList route, TensorList update, const OptionalTensor& tau, double tau_value,
+                 const OptionalTensor& seed, int64_t mode, bool context) {
+  const MfnnrSizes size = check_mfnnr(x, route, update, context);
+  return {size, read_routings(size, tau, tau_value, seed, mode), tau.has_value(), readable_list(route, size.copies),
+          readable_list(update, size.copies)};
 }
 
 // Both FNNs as the kernels see them, with the rows that their activations and gradients take in a tile.
@@ -42,18 +91,18 @@ struct Layers {
   std::vector<Linear<T>> route, update;
   int64_t routed_row = 0, rows = 0, grad_rows = 0;
 
-  Layers(const std::vector<Tensor>& route_params, const std::vector<Tensor>& update_params, int64_t routed) {
-    add(route_params, route);
+  Layers(const Layer& layer, int64_t net) {
+    add(layer.route, net, route);
     routed_row = rows;
-    rows += routed;
-    add(update_params, update);
+    rows += layer.size.routed();
+    add(layer.update, net, update);
   }
 
-  void add(const std::vector<Tensor>& params, std::vector<Linear<T>>& layers) {
+  void add(const std::vector<Tensor>& params, int64_t net, std::vector<Linear<T>>& layers) {
     for (size_t i = 0; i < params.size(); i += 2) {
-      const int64_t out = params[i].size(0);
-      layers.push_back({params[i].const_data_ptr<T>(), params[i + 1].const_data_ptr<T>(), nullptr, nullptr,
-                        params[i].size(1), out, rows, grad_rows});
+      const int64_t out = params[i].size(-2);
+      layers.push_back({of_net<T>(params[i], net), of_net<T>(params[i + 1], net), nullptr, nullptr, params[i].size(-1),
+                        out, rows, grad_rows});
       rows += out;
       grad_rows += out;
     }
@@ -67,54 +116,69 @@ struct Layers {
   }
 };
 
-template <typename T>
-MfnnrArgs<T> make_args(const Layer& layer, const Layers<T>& layers, double threshold, const Tensor& x) {
-  const MfnnrSizes& s = layer.size;
-  MfnnrArgs<T> args{};
-  args.size = {s.batch, s.in_blocks, s.out_blocks, s.block};
-  args.routing = layer.routing;
-  args.context = s.context;
-  args.threshold = threshold;
-  args.route = layers.route.data();
-  args.update = layers.update.data();
-  args.route_layers = layers.route.size();
-  args.update_layers = layers.update.size();
-  args.routed_row = layers.routed_row;
-  args.rows = layers.rows;
-  args.grad_rows = layers.grad_rows;
-  args.x = x.const_data_ptr<T>();
-  return args;
-}
-
 constexpr double kMultiplyAddsPerCycle = 16;
 
+// A stack with the parameters of one net.
 template <typename T>
-double cycles_per_tile(const std::vector<Layers<T>>& layers) {
-  double total = 0;
-  for (const auto& layer : layers) total += layer.multiply_adds();
-  return kTile * total / kMultiplyAddsPerCycle;
-}
+struct Net {
+  std::vector<Layers<T>> layers;
+  std::vector<MfnnrArgs<T>> args;  // point into them
+
+  // inputs: what each layer reads.
+  Net(const std::vector<Layer>& stack, const std::vector<Tensor>& inputs, double threshold, int64_t net) {
+    layers.reserve(stack.size());
+    for (size_t l = 0; l < stack.size(); ++l) {
+      const MfnnrSizes& s = stack[l].size;
+      const auto& own = layers.emplace_back(stack[l], net);
+      MfnnrArgs<T>& a = args.emplace_back();
+      a.size = {s.batch, s.in_blocks, s.out_blocks, s.block};
+      a.routing = stack[l].routing[net];
+      a.context = s.context;
+      a.threshold = threshold;
+      a.route = own.route.data();
+      a.update = own.update.data();
+      a.route_layers = own.route.size();
+      a.update_layers = own.update.size();
+      a.routed_row = own.routed_row;
+      a.rows = own.rows;
+      a.grad_rows = own.grad_rows;
+      a.x = of_net<T>(inputs[l], net);
+    }
+  }
+
+  double cycles_per_tile() const {
+    double total = 0;
+    for (const auto& layer : layers) total += layer.multiply_adds();
+    return kTile * total / kMultiplyAddsPerCycle;
+  }
+  int64_t scratch() const {
+    int64_t size = kTile * kTile;  // of the gradients of weights
+    for (const auto& a : args) size = std::max(size, table<T>(kernels()).mfnnr_scratch(a));
+    return size;
+  }
+};
 
 template <typename T>
-std::vector<Layers<T>> make_layers(const std::vector<Layer>& stack) {
-  std::vector<Layers<T>> result;
-  result.reserve(stack.size());  // the arguments point into the elements
-  for (const Layer& layer : stack) result.emplace_back(layer.route, layer.update, layer.size.routed());
-  return result;
+std::vector<Net<T>> make_nets(const std::vector<Layer>& stack, const std::vector<Tensor>& inputs, double threshold) {
+  std::vector<Net<T>> nets;
+  nets.reserve(stack[0].size.nets());
+  for (int64_t net = 0; net < stack[0].size.nets(); ++net) nets.emplace_back(stack, inputs, threshold, net);
+  return nets;
 }
 
-template <typename T>
-int64_t largest_scratch(const std::vector<MfnnrArgs<T>>& args) {
-  int64_t size = 0;
-  for (const auto& a : args) size = std::max(size, table<T>(kernels()).mfnnr_scratch(a));
-  return size;
+// Whether threads take whole nets, layer after layer: nothing to wait for in between, and what a layer reads and writes
+// is still in the thread's cache. Else they share the tiles of all nets.
+bool takes_whole_nets(int64_t nets) {
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  return nets % threads == 0 || nets >= 4 * threads;
 }
 
-// x: [..., M, D], readable. Adds to `penalty`.
+// x: [..., M, D], readable. penalty: of every net.
 std::vector<LayerResult> forward_stack(const Tensor& x, const std::vector<Layer>& stack, double threshold, bool save,
-                                       double& penalty) {
-  const int64_t batch = stack[0].size.batch;
+                                       std::vector<double>& penalty) {
+  const int64_t batch = stack[0].size.batch, copies = stack[0].size.copies, count = tiles(batch);
   std::vector<LayerResult> results;
+  std::vector<Tensor> inputs;
   for (const Layer& layer : stack) {
     const MfnnrSizes& s = layer.size;
     const auto shape = [&](std::initializer_list<int64_t> trailing) {
@@ -122,57 +186,68 @@ std::vector<LayerResult> forward_stack(const Tensor& x, const std::vector<Layer>
       sizes.insert(sizes.end(), trailing);
       return sizes;
     };
+    const int64_t kept[] = {copies, save ? s.rows * count * kTile : 0};
+    inputs.push_back(results.empty() ? x : results.back().out);
     results.push_back({empty_wide(shape({s.out_blocks, s.block}), x), empty_wide(shape({s.in_blocks, s.out_blocks}), x),
-                       empty_wide(shape({s.out_blocks}), x),
-                       empty_wide({save ? s.rows * tiles(batch) * kTile : 0}, x)});
+                       empty_wide(shape({s.out_blocks}), x), empty_wide(at::IntArrayRef(kept).slice(copies ? 0 : 1), x)});
   }
-  std::vector<double> parts(stack.size() * tiles(batch));
+  penalty.assign(stack[0].size.nets(), 0.0);
+  if (batch == 0) return results;
+  std::vector<double> parts(penalty.size() * stack.size() * count);
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
-    const auto layers = make_layers<T>(stack);
-    std::vector<MfnnrArgs<T>> args;
-    for (size_t l = 0; l < stack.size(); ++l) {
-      args.push_back(make_args(stack[l], layers[l], threshold, l == 0 ? x : results[l - 1].out));
-      args[l].out = results[l].out.template data_ptr<T>();
-      args[l].logits = results[l].logits.template data_ptr<T>();
-      args[l].gate = results[l].gate.template data_ptr<T>();
-      args[l].saved = save ? results[l].saved.template data_ptr<T>() : nullptr;
-      args[l].penalty = parts.data() + l * tiles(batch);
-    }
-    for_each<T>(tiles(batch), cycles_per_tile(layers), largest_scratch(args), x, [&](int64_t tile, T* scratch) {
-      for (const auto& a : args) kernel.mfnnr_forward(a, tile, scratch);
-    });
+    auto nets = make_nets<T>(stack, inputs, threshold);
+    for (size_t net = 0; net < nets.size(); ++net)
+      for (size_t l = 0; l < stack.size(); ++l) {
+        MfnnrArgs<T>& a = nets[net].args[l];
+        a.out = to_net<T>(results[l].out, net);
+        a.logits = to_net<T>(results[l].logits, net);
+        a.gate = to_net<T>(results[l].gate, net);
+        a.saved = save ? to_net<T>(results[l].saved, net) : nullptr;
+        a.penalty = parts.data() + (net * stack.size() + l) * count;
+      }
+    const int64_t each = takes_whole_nets(nets.size()) ? count : 1;  // tiles that pass through the layers together
+    for_each<T>(nets.size() * count / each, nets[0].cycles_per_tile() * each, nets[0].scratch(), x,
+                [&](int64_t unit, T* scratch) {
+                  const int64_t first = unit * each % count;
+                  for (const auto& a : nets[unit * each / count].args)
+                    for (int64_t tile = first; tile < first + each; ++tile) kernel.mfnnr_forward(a, tile, scratch);
+                });
   });
-  penalty += sum_in_order(parts);
+  const size_t own = parts.size() / penalty.size();
+  for (size_t i = 0; i < parts.size(); ++i) penalty[i / own] += parts[i];
   return results;
 }
 
 // Weight gradients of all layers in pieces of at most kTile columns, none across the border between routed and x.
 struct Piece {
-  size_t layer;
+  size_t net, layer;
   WeightGradUnit unit;
   double cost;
 };
 
 template <typename T>
-std::vector<Piece> weight_grad_pieces(const std::vector<Layer>& stack, const std::vector<Layers<T>>& layers) {
+std::vector<Piece> weight_grad_pieces(const std::vector<Net<T>>& nets) {
   std::vector<Piece> pieces;
-  for (size_t i = 0; i < stack.size(); ++i) {
-    const auto add = [&](bool update, int64_t l, int64_t begin, int64_t end) {
-      const double out = (update ? layers[i].update : layers[i].route)[l].out;
-      for (int64_t c = begin; c < end; c += kTile) {
-        const int64_t columns = std::min(kTile, end - c);
-        pieces.push_back({i, {update, l, c, columns}, out * (columns + 8)});
+  for (size_t net = 0; net < nets.size(); ++net)
+    for (size_t i = 0; i < nets[net].layers.size(); ++i) {
+      const Layers<T>& layer = nets[net].layers[i];
+      const auto add = [&](bool update, int64_t l, int64_t begin, int64_t end) {
+        const double out = (update ? layer.update : layer.route)[l].out;
+        for (int64_t c = begin; c < end; c += kTile) {
+          const int64_t columns = std::min(kTile, end - c);
+          pieces.push_back({net, i, {update, l, c, columns}, out * (columns + 8)});
+        }
+      };
+      const BlockSizes& s = nets[net].args[i].size;
+      for (size_t l = 0; l < layer.route.size(); ++l) add(false, l, 0, layer.route[l].in);
+      for (size_t l = 0; l < layer.update.size(); ++l) {
+        const int64_t border = l == 0 ? s.n * s.d : layer.update[l].in;
+        add(true, l, 0, border);
+        add(true, l, border, layer.update[l].in);
       }
-    };
-    for (size_t l = 0; l < layers[i].route.size(); ++l) add(false, l, 0, layers[i].route[l].in);
-    for (size_t l = 0; l < layers[i].update.size(); ++l) {
-      const int64_t border = l == 0 ? stack[i].size.routed() : layers[i].update[l].in;
-      add(true, l, 0, border);
-      add(true, l, border, layers[i].update[l].in);
     }
-  }
   return pieces;
 }
 
@@ -191,82 +266,127 @@ std::vector<size_t> equal_parts(const std::vector<Piece>& pieces, int64_t parts)
   return borders;
 }
 
-// inputs: what each layer read. grad_out may be undefined.
-std::vector<LayerGrads> backward_stack(const Tensor& grad_out, double grad_penalty, const std::vector<Tensor>& inputs,
-                                       const std::vector<Layer>& stack, const std::vector<Tensor>& saved,
-                                       double threshold, bool need_x, bool need_params) {
-  const int64_t batch = stack[0].size.batch;
-  std::vector<LayerGrads> results(stack.size());
-  for (size_t l = 0; l < stack.size(); ++l) {
-    const bool needed = l > 0 || need_x;
-    results[l].x = empty_wide(needed ? inputs[l].sizes() : at::IntArrayRef{0}, inputs[l]);
-    if (!need_params) continue;
-    for (const auto* params : {&stack[l].route, &stack[l].update})
-      for (const Tensor& param : *params)  // an empty batch leaves the kernels nothing to write
-        results[l].params.push_back(batch == 0 ? at::zeros_like(param) : empty_wide(param.sizes(), param));
+// What the backward of one net keeps for itself: gradients of the linear layers' outputs, of one layer at a time or of
+// all, and of what one layer hands to the next.
+template <typename T>
+int64_t own_grads(std::vector<MfnnrArgs<T>>& args, bool one_at_a_time, T* memory) {
+  int64_t used = 0, largest = 0;
+  for (auto& a : args) {
+    const int64_t size = a.grad_rows * tiles(a.size.batch) * kTile;
+    if (memory) a.grads = memory + used;
+    largest = std::max(largest, size);
+    used += one_at_a_time ? 0 : size;
   }
-  std::vector<double> grad_tau(stack.size() * tiles(batch));
+  used = one_at_a_time ? largest : used;
+  for (size_t l = 1; l < args.size(); ++l) {
+    if (memory) args[l - 1].grad_out = args[l].grad_x = memory + used;
+    used += args[l].size.batch * args[l].size.m * args[l].size.d;
+  }
+  return (used + kTile - 1) / kTile * kTile;
+}
+
+// inputs: what each layer read. grad_out may be undefined. grad_penalty: of every net.
+Grads backward_stack(const Tensor& grad_out, const std::vector<double>& grad_penalty, const std::vector<Tensor>& inputs,
+                     const std::vector<Layer>& stack, const std::vector<Tensor>& saved, double threshold, bool need_x,
+                     bool need_params) {
+  const int64_t batch = stack[0].size.batch, copies = stack[0].size.copies, count = tiles(batch);
+  const int64_t none[] = {copies, 0};
+  Grads result{empty_wide(need_x ? inputs[0].sizes() : at::IntArrayRef(none).slice(copies ? 0 : 1), inputs[0]), {}, {}};
+  for (const Layer& layer : stack)
+    for (const auto* params : {&layer.route, &layer.update})
+      for (const Tensor& param : *params) {
+        if (!need_params) continue;  // an empty batch leaves the kernels nothing to write
+        result.params.push_back(batch == 0 ? at::zeros(param.sizes(), param.options())
+                                           : empty_wide(param.sizes(), param));
+      }
+  const size_t nets_count = grad_penalty.size();
+  std::vector<double> grad_tau(nets_count * stack.size() * count);
   with_compute_type(inputs[0], [&](auto zero) {
+    if (batch == 0) return;
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
-    auto layers = make_layers<T>(stack);
-    std::vector<MfnnrArgs<T>> args;
-    std::vector<Tensor> grads;
-    for (size_t l = 0; l < stack.size(); ++l) {
-      args.push_back(make_args(stack[l], layers[l], threshold, inputs[l]));
-      grads.push_back(empty_wide({layers[l].grad_rows * tiles(batch) * kTile}, inputs[l]));
-      MfnnrArgs<T>& a = args.back();
-      a.saved = const_cast<T*>(saved[l].template const_data_ptr<T>());  // the backward only reads it
-      a.need_x = l > 0 || need_x;
-      a.need_tau = stack[l].need_tau;
-      a.grad_penalty = grad_penalty;
-      a.grads = grads[l].template data_ptr<T>();
-      a.grad_x = results[l].x.template data_ptr<T>();
-      a.grad_tau = grad_tau.data() + l * tiles(batch);
-      const Tensor& from = l + 1 < stack.size() ? results[l + 1].x : grad_out;
-      a.grad_out = from.defined() ? from.template const_data_ptr<T>() : nullptr;
-      for (size_t i = 0; i < results[l].params.size(); i += 2) {
-        const size_t route = layers[l].route.size();
-        auto& linear = i / 2 < route ? layers[l].route[i / 2] : layers[l].update[i / 2 - route];
-        linear.grad_weight = results[l].params[i].template data_ptr<T>();
-        linear.grad_bias = results[l].params[i + 1].template data_ptr<T>();
+    auto nets = make_nets<T>(stack, inputs, threshold);
+    for (size_t net = 0; net < nets_count; ++net) {
+      auto param = result.params.begin();
+      for (size_t l = 0; l < stack.size(); ++l) {
+        MfnnrArgs<T>& a = nets[net].args[l];
+        a.saved = const_cast<T*>(of_net<T>(saved[l], net));  // the backward only reads it
+        a.need_x = l > 0 || need_x;
+        a.need_tau = stack[l].need_tau;
+        a.grad_penalty = grad_penalty[net];
+        a.grad_tau = grad_tau.data() + (net * stack.size() + l) * count;
+        for (auto* linears : {&nets[net].layers[l].route, &nets[net].layers[l].update})
+          for (auto& linear : *linears) {
+            if (!need_params) continue;
+            linear.grad_weight = to_net<T>(*param++, net);
+            linear.grad_bias = to_net<T>(*param++, net);
+          }
       }
+      nets[net].args.back().grad_out = grad_out.defined() ? of_net<T>(grad_out, net) : nullptr;
+      nets[net].args.front().grad_x = need_x ? to_net<T>(result.x, net) : nullptr;
     }
-    const double cycles = cycles_per_tile(layers);
-    for_each<T>(tiles(batch), cycles, largest_scratch(args), inputs[0], [&](int64_t tile, T* scratch) {
-      for (size_t l = args.size(); l-- > 0;) kernel.mfnnr_backward(args[l], tile, scratch);
+    const double cycles = nets[0].cycles_per_tile();
+    const int64_t scratch_size = nets[0].scratch();
+    if (takes_whole_nets(nets_count)) {
+      const auto pieces = need_params ? weight_grad_pieces<T>({nets[0]}) : std::vector<Piece>();
+      const int64_t memory = own_grads<T>(nets[0].args, true, nullptr);
+      for_each<T>(nets_count, 2 * cycles * count, scratch_size + memory, inputs[0], [&](int64_t net, T* scratch) {
+        auto& args = nets[net].args;
+        own_grads(args, true, scratch + scratch_size);
+        for (size_t l = args.size(); l-- > 0;) {
+          for (int64_t tile = 0; tile < count; ++tile) kernel.mfnnr_backward(args[l], tile, scratch);
+          for (const Piece& piece : pieces)
+            if (piece.layer == l) kernel.mfnnr_weight_grad(args[l], piece.unit, scratch);
+        }
+      });
+      return;
+    }
+    const int64_t memory = own_grads<T>(nets[0].args, false, nullptr);
+    const Tensor own = empty_wide({static_cast<int64_t>(nets_count) * memory}, inputs[0]);
+    for (size_t net = 0; net < nets_count; ++net) own_grads(nets[net].args, false, own.data_ptr<T>() + net * memory);
+    for_each<T>(nets_count * count, cycles, scratch_size, inputs[0], [&](int64_t unit, T* scratch) {
+      const auto& args = nets[unit / count].args;
+      for (size_t l = args.size(); l-- > 0;) kernel.mfnnr_backward(args[l], unit % count, scratch);
     });
-    if (!need_params || batch == 0) return;
-    const auto pieces = weight_grad_pieces(stack, layers);
+    if (!need_params) return;
+    const auto pieces = weight_grad_pieces(nets);
     const int64_t parts = std::min<int64_t>(at::get_num_threads(), pieces.size());
     const auto borders = equal_parts(pieces, parts);
-    for_each<T>(parts, cycles * tiles(batch) / parts, kTile * kTile, inputs[0], [&](int64_t part, T* scratch) {
+    const double cycles_each = cycles * count * nets_count / parts;
+    for_each<T>(parts, cycles_each, scratch_size, inputs[0], [&](int64_t part, T* scratch) {
       for (size_t i = borders[part]; i < borders[part + 1]; ++i)
-        kernel.mfnnr_weight_grad(args[pieces[i].layer], pieces[i].unit, scratch);
+        kernel.mfnnr_weight_grad(nets[pieces[i].net].args[pieces[i].layer], pieces[i].unit, scratch);
     });
   });
   for (size_t l = 0; l < stack.size(); ++l) {
-    double total = 0;
-    for (int64_t t = 0; t < tiles(batch); ++t) total += grad_tau[l * tiles(batch) + t];
-    results[l].tau = total;
+    std::vector<double> totals(nets_count, 0.0);
+    for (size_t net = 0; net < nets_count; ++net)
+      for (int64_t t = 0; t < count; ++t) totals[net] += grad_tau[(net * stack.size() + l) * count + t];
+    result.taus.push_back(numbers(totals, copies, inputs[0]));
   }
-  return results;
+  return result;
 }
 
-void check_saved(const Tensor& saved, const MfnnrSizes& s, const Tensor& x) {
-  TORCH_CHECK_VALUE(saved.numel() == s.rows * tiles(s.batch) * kTile && saved.scalar_type() == compute_type(x),
+Tensor check_saved(const Tensor& saved, const MfnnrSizes& s, const Tensor& x) {
+  TORCH_CHECK_VALUE(saved.numel() == s.nets() * s.rows * tiles(s.batch) * kTile && saved.dim() == (s.copies ? 2 : 1) &&
+                        saved.scalar_type() == compute_type(x),
                     "saved: expected the activations of a forward with save=True, got ", saved.sizes());
+  return readable(saved, s.copies);
 }
 
 Tensor readable_grad(const OptionalTensor& grad_out, const MfnnrSizes& s, const Tensor& x) {
   if (!grad_out) return {};
   check_like(x, *grad_out, "grad_out");
-  TORCH_CHECK_VALUE(grad_out->numel() == s.batch * s.routed(), "grad_out: expected [..., N, D], got ",
-                    grad_out->sizes());
-  return readable(*grad_out);
+  TORCH_CHECK_VALUE(grad_out->numel() == s.nets() * s.batch * s.routed() && grad_out->dim() == x.dim(),
+                    "grad_out: expected [..., N, D], got ", grad_out->sizes());
+  return readable(*grad_out, s.copies);
 }
 
-double scalar_or_zero(const OptionalTensor& tensor) { return tensor ? tensor->item<double>() : 0.0; }
+std::vector<double> penalty_grads(const OptionalTensor& grad_penalty, const MfnnrSizes& s) {
+  if (!grad_penalty) return std::vector<double>(s.nets(), 0.0);
+  TORCH_CHECK_VALUE(is_number(*grad_penalty, s.copies), "grad_penalty: expected a 0-d tensor, or one number per copy");
+  return read_numbers(*grad_penalty, s.copies);
+}
 
 // ------------------------------------------------------------------- mfnnr
 
@@ -274,26 +394,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mfnnr_forward(const Tensor& x
                                                                  const OptionalTensor& tau, double tau_value,
                                                                  const OptionalTensor& seed, int64_t mode, bool context,
                                                                  double threshold, bool save) {
-  const Layer layer{check_mfnnr(x, route, update, context), read_routing(tau, tau_value, seed, mode), tau.has_value(),
-                    readable_list(route), readable_list(update)};
-  double penalty = 0;
-  const LayerResult r = forward_stack(readable(x), {layer}, threshold, save, penalty)[0];
+  const Layer layer = make_layer(x, route, update, tau, tau_value, seed, mode, context);
+  const int64_t copies = layer.size.copies;
+  std::vector<double> penalty;
+  const LayerResult r = forward_stack(readable(x, copies), {layer}, threshold, save, penalty)[0];
   const auto type = x.scalar_type();
-  return {in_type(r.out, type), at::scalar_tensor(penalty, r.saved.options()), in_type(r.logits, type),
-          in_type(r.gate, type), r.saved};
+  return {in_type(r.out, type), numbers(penalty, copies, x), in_type(r.logits, type), in_type(r.gate, type), r.saved};
 }
 
 std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                                    TensorList route, TensorList update, const OptionalTensor& tau, double tau_value,
                                    const OptionalTensor& seed, int64_t mode, bool context, double threshold,
                                    const Tensor& saved, bool need_x, bool need_params) {
-  const Layer layer{check_mfnnr(x, route, update, context), read_routing(tau, tau_value, seed, mode), tau.has_value(),
-                    readable_list(route), readable_list(update)};
-  check_saved(saved, layer.size, x);
-  const LayerGrads grads = backward_stack(readable_grad(grad_out, layer.size, x), scalar_or_zero(grad_penalty),
-                                          {readable(x)}, {layer}, {saved}, threshold, need_x, need_params)[0];
+  const Layer layer = make_layer(x, route, update, tau, tau_value, seed, mode, context);
+  const MfnnrSizes& s = layer.size;
+  const Grads grads = backward_stack(readable_grad(grad_out, s, x), penalty_grads(grad_penalty, s),
+                                     {readable(x, s.copies)}, {layer}, {check_saved(saved, s, x)}, threshold, need_x,
+                                     need_params);
   const auto type = x.scalar_type();
-  std::vector<Tensor> result{in_type(grads.x, type), at::scalar_tensor(grads.tau, saved.options())};
+  std::vector<Tensor> result{in_type(grads.x, type), grads.taus[0]};
   for (const Tensor& param : grads.params) result.push_back(in_type(param, type));
   return result;
 }
@@ -310,11 +429,10 @@ std::vector<Layer> make_stack(const Tensor& x, TensorList params, int64_t fnn_te
     const TensorList route = params.slice(at, fnn_tensors), update = params.slice(at + fnn_tensors, fnn_tensors);
     const OptionalTensor tau = taus.empty() ? OptionalTensor() : taus[l];
     const OptionalTensor seed = seeds.empty() ? OptionalTensor() : seeds[l];
-    const MfnnrSizes size = check_mfnnr(input, route, update, context);
-    stack.push_back({size, read_routing(tau, 1.0, seed, mode), tau.has_value(), readable_list(route),
-                     readable_list(update)});
+    stack.push_back(make_layer(input, route, update, tau, 1.0, seed, mode, context));
+    TORCH_CHECK_VALUE(stack.back().size.copies == stack[0].size.copies, "params: expected as many copies of each");
     auto sizes = x.sizes().vec();
-    sizes[sizes.size() - 2] = size.out_blocks;
+    sizes[sizes.size() - 2] = stack.back().size.out_blocks;
     input = x.new_empty({1}).expand(sizes);
   }
   return stack;
@@ -324,8 +442,9 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector
     const Tensor& x, TensorList params, int64_t fnn_tensors, TensorList taus, TensorList seeds, int64_t mode,
     bool context, double threshold, bool save) {
   const auto stack = make_stack(x, params, fnn_tensors, taus, seeds, mode, context);
-  double penalty = 0;
-  const auto results = forward_stack(readable(x), stack, threshold, save, penalty);
+  const int64_t copies = stack[0].size.copies;
+  std::vector<double> penalty;
+  const auto results = forward_stack(readable(x, copies), stack, threshold, save, penalty);
   const auto type = x.scalar_type();
   std::vector<Tensor> logits, gates, saved;
   for (const LayerResult& r : results) {
@@ -335,8 +454,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector
     saved.push_back(r.saved);
     if (saved.size() + 1 < 2 * results.size()) saved.push_back(r.out);
   }
-  return {in_type(results.back().out, type), at::scalar_tensor(penalty, x.options().dtype(compute_type(x))), logits,
-          gates, saved};
+  return {in_type(results.back().out, type), numbers(penalty, copies, x), logits, gates, saved};
 }
 
 std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
@@ -346,26 +464,24 @@ std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const Optional
   const auto stack = make_stack(x, params, fnn_tensors, taus, seeds, mode, context);
   TORCH_CHECK_VALUE(saved.size() + 1 == 2 * stack.size(), "saved: expected ", 2 * stack.size() - 1, " tensors, got ",
                     saved.size());
-  std::vector<Tensor> inputs{readable(x)}, activations;
+  const MfnnrSizes& last = stack.back().size;
+  std::vector<Tensor> inputs{readable(x, last.copies)}, activations;
   for (size_t l = 0; l < stack.size(); ++l) {
-    check_saved(saved[2 * l], stack[l].size, x);
-    activations.push_back(saved[2 * l]);
+    const MfnnrSizes& s = stack[l].size;
+    activations.push_back(check_saved(saved[2 * l], s, x));
     if (l == 0) continue;
     const Tensor& input = saved[2 * l - 1];
-    TORCH_CHECK_VALUE(input.numel() == stack[l].size.batch * stack[l].size.route_in() &&
-                          input.scalar_type() == compute_type(x) && input.is_contiguous(),
+    TORCH_CHECK_VALUE(input.numel() == s.nets() * s.batch * s.route_in() && input.dim() == x.dim() &&
+                          input.scalar_type() == compute_type(x),
                       "saved: expected the input of layer ", l, ", got ", input.sizes());
-    inputs.push_back(input);
+    inputs.push_back(readable(input, s.copies));
   }
-  const auto grads =
-      backward_stack(readable_grad(grad_out, stack.back().size, x), scalar_or_zero(grad_penalty), inputs, stack,
-                     activations, threshold, need_x, need_params);
+  const Grads grads = backward_stack(readable_grad(grad_out, last, x), penalty_grads(grad_penalty, last), inputs, stack,
+                                     activations, threshold, need_x, need_params);
   const auto type = x.scalar_type();
-  std::vector<Tensor> result{in_type(grads[0].x, type)};
-  if (!taus.empty())
-    for (const LayerGrads& g : grads) result.push_back(at::scalar_tensor(g.tau, saved[0].options()));
-  for (const LayerGrads& g : grads)
-    for (const Tensor& param : g.params) result.push_back(in_type(param, type));
+  std::vector<Tensor> result{in_type(grads.x, type)};
+  if (!taus.empty()) result.insert(result.end(), grads.taus.begin(), grads.taus.end());
+  for (const Tensor& param : grads.params) result.push_back(in_type(param, type));
   return result;
 }
 

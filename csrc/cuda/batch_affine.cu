@@ -1,28 +1,16 @@
 // batch_affine: batch norm as a scale and a shift per channel, with its running statistics moved on the way.
-#include "common.cuh"
+#include "reduce.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 constexpr int kThreads = 128;
 
-__device__ inline float inverse_root(float value) { return 1.0f / sqrtf(value); }
-__device__ inline double inverse_root(double value) { return 1.0 / sqrt(value); }
-
 template <typename C>
 __global__ void __launch_bounds__(kThreads)
-    forward_kernel(const C* mean, const C* var, const C* weight, const C* bias, C* running_mean, C* running_var,
-                   C* scale, C* shift, int64_t count, C bessel, C momentum, C eps) {
+    forward_kernel(const C* mean, const C* var, const __grid_constant__ BatchNorm<C> norm, int64_t count) {
   const int64_t i = global_thread();
-  if (i >= count) return;
-  const C middle = mean[i], spread = var[i];
-  if (running_mean) {
-    running_mean[i] += momentum * (middle - running_mean[i]);
-    running_var[i] += momentum * (spread * bessel - running_var[i]);
-  }
-  const C factor = inverse_root(spread + eps) * (weight ? weight[i] : C(1));
-  scale[i] = factor;
-  shift[i] = (bias ? bias[i] : C(0)) - middle * factor;
+  if (i < count) finish_norm(norm, i, mean[i], var[i]);
 }
 
 template <typename C>
@@ -46,8 +34,9 @@ cudaError_t batch_affine_forward(const C* mean, const C* var, const C* weight, c
                                  C* running_var, C* scale, C* shift, int64_t count, C bessel, C momentum, C eps,
                                  cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
-  return FASTMOD_LAUNCH(forward_kernel<C>, blocks_for(count, kThreads), kThreads, stream, mean, var, weight, bias,
-                        running_mean, running_var, scale, shift, count, bessel, momentum, eps);
+  return FASTMOD_LAUNCH(forward_kernel<C>, blocks_for(count, kThreads), kThreads, stream, mean, var,
+                        BatchNorm<C>{weight, bias, running_mean, running_var, scale, shift, bessel, momentum, eps},
+                        count);
 }
 
 template <typename C>

@@ -26,12 +26,6 @@ using OptionalTensor = std::optional<Tensor>;
 inline at::ScalarType compute_type(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
-inline Tensor widened(const Tensor& tensor) { return tensor.to(compute_type(tensor)).contiguous(); }
-inline std::vector<Tensor> widened(TensorList tensors) {
-  std::vector<Tensor> result;
-  for (const Tensor& tensor : tensors) result.push_back(widened(tensor));
-  return result;
-}
 inline Tensor blank_like(const Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); }
 inline cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream(); }
 
@@ -73,9 +67,9 @@ struct RoutingArguments {
   const int64_t* seed = nullptr;
 
   RoutingArguments(const Tensor& like, const OptionalTensor& tau_, double tau_value_, const OptionalTensor& seed_,
-                   int64_t mode_)
+                   int64_t mode_, int64_t copies = 0)
       : mode(static_cast<int>(mode_)), tau_value(tau_value_) {
-    check_routing(tau_, tau_value_, seed_, mode_);
+    check_routing(tau_, tau_value_, seed_, mode_, copies);
     if (tau_) {
       TORCH_CHECK(tau_->device() == like.device(), "tau: expected device ", like.device(), ", got ", tau_->device());
       tau = tau_->to(compute_type(like));
@@ -97,10 +91,9 @@ inline Tensor dense(const OptionalTensor& tensor) {
   return tensor && tensor->defined() ? tensor->contiguous() : Tensor();
 }
 
-// Of range_penalty_binding.cpp, for an MFNNR too wide for the fused kernels.
-Tensor range_penalty_forward(TensorList logits, double threshold);
-
-// ---- stacks of MFNNRs: smfr_binding.cpp serves those that fit in three launches, mfnnr_binding.cpp a single layer
+// ---- stacks of MFNNRs: smfr_binding.cpp serves those that fit in three launches, mfnnr_binding.cpp others
+//
+// Parameters, x, temperatures and seeds may have copies in front (checks.h), and results have them then.
 
 struct StackedLayer {
   TensorList route, update;
@@ -128,7 +121,7 @@ StackGrads stack_backward(const OptionalTensor& grad_out, const OptionalTensor& 
                           const std::vector<StackedLayer>& layers, int64_t mode, bool context, double threshold,
                           const std::vector<Tensor>& inputs, const std::vector<Tensor>& saved, bool need_x,
                           bool need_params);
-// The same, also for a single layer that does not fit.
+// The same, layer by layer if they do not fit.
 StackOutput stack_or_layer_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
                                    double threshold, bool save);
 StackGrads stack_or_layer_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,

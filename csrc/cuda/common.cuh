@@ -82,8 +82,12 @@ __device__ inline C uniform_at(int64_t seed, int64_t index, uint32_t stream) {
 }
 
 template <typename C>
+__device__ inline C gumbel_of_word(uint32_t word) {
+  return -logarithm(-logarithm(uniform_from_word<C>(word)));
+}
+template <typename C>
 __device__ inline C gumbel_at(int64_t seed, int64_t index) {
-  return -logarithm(-logarithm(uniform_at<C>(seed, index, kStreamMultiplex)));
+  return gumbel_of_word<C>(noise_word(seed, static_cast<uint64_t>(index), kStreamMultiplex));
 }
 
 // Sum over the block in a fixed order, valid in thread 0. blockDim.x is a multiple of the warp. A second call in a

@@ -9,6 +9,7 @@ template <typename T, int kM, int kN, bool kBackward>
 struct Product {
   using Unit = typename Operand<T>::Unit;
   static constexpr int kChannels = Operand<T>::kChannels, kPixels = kWarps * kM * 16, kColumns = kN * 8;
+  static constexpr bool kBackwards = kBackward;
 
   // Bytes of shared memory, all at once; the results lie over the rest when that is done with.
   struct Layout {
@@ -57,25 +58,27 @@ struct Product {
     };
     if constexpr (kBackward) {
       pixels_of(p.grad.grad, false, layout.read);
-      if (p.grad.grad_var) pixels_of(p.grad.y, false, layout.second);
+      if (p.grad.y) pixels_of(p.grad.y, false, layout.second);
     } else {
       pixels_of(p.input.x, p.shape.shared, layout.read);
+      if (p.input.residual) pixels_of(p.input.residual, false, layout.second);
     }
     T* to = reinterpret_cast<T*>(memory + layout.weight);
     const int64_t filters = static_cast<int64_t>(expert) * p.shape.out;
+    const T* weight = p.weight + expert * p.weight_gap;
     if constexpr (kBackward) {  // [chunk of out][columns of in][taps]
       const int columns = p.shape.in - column0 < kColumns ? p.shape.in - column0 : kColumns;
       const auto from = [&](int row) -> const T* {
         if (row >= valid) return nullptr;
-        return p.weight + ((filters + c0 + row) * p.shape.in + column0) * taps;
+        return weight + ((filters + c0 + row) * p.shape.in + column0) * taps;
       };
-      copy_rows<kThreads>(to, p.chunk, kColumns * taps, columns * taps, p.vector_weight, p.weight, from);
+      copy_rows<kThreads>(to, p.chunk, kColumns * taps, columns * taps, p.vector_weight, weight, from);
     } else {  // [columns of out][chunk of in][taps]
       const auto from = [&](int row) -> const T* {
         if (column0 + row >= p.shape.out) return nullptr;
-        return p.weight + ((filters + column0 + row) * p.shape.in + c0) * taps;
+        return weight + ((filters + column0 + row) * p.shape.in + c0) * taps;
       };
-      copy_rows<kThreads>(to, kColumns, p.chunk * taps, valid * taps, p.vector_weight, p.weight, from);
+      copy_rows<kThreads>(to, kColumns, p.chunk * taps, valid * taps, p.vector_weight, weight, from);
     }
     commit_copies();
   }
@@ -110,7 +113,7 @@ struct Product {
           Operand<T>::read(read + i * p.chunk + local, v);
           if constexpr (kBackward) {
             float y[kChannels] = {};
-            if (p.grad.grad_var) Operand<T>::read(second + i * p.chunk + local, y);
+            if (p.grad.y) Operand<T>::read(second + i * p.chunk + local, y);
 #pragma unroll
             for (int j = 0; j < kChannels; ++j) {
               v[j] += statistics[j].offset + statistics[j].slope * (y[j] - statistics[j].mean);
@@ -130,10 +133,25 @@ struct Product {
               v[j] = affine[j](v[j], p.input.relu);
               if (p.input.gate) v[j] *= gate[j];
             }
+            if (p.input.residual) add_residual(second + i * p.chunk + local, entries[i], channel, v);
           }
         }
         units[(step * pixels + i) * 4 + t] = Operand<T>::pack(v, p.precise);
       }
+    }
+  }
+
+  // A residual is added, and the first column of blocks writes the sum: every pixel is read by one block of it.
+  __device__ void add_residual(const T* from, int64_t entry, int channel, float (&v)[kChannels]) const {
+    float added[kChannels];
+    Operand<T>::read(from, added);
+    T* to = p.input.sum + entry + static_cast<int64_t>(expert) * p.shape.high * p.shape.wide * depth() + channel;
+#pragma unroll
+    for (int j = 0; j < kChannels; ++j) {
+      T held;
+      narrow(v[j] + added[j], &held);
+      v[j] = widen(held);
+      if (column0 == 0 && channel + j < depth()) to[j] = held;
     }
   }
 

@@ -147,6 +147,7 @@ struct Problem {
   Tiling tiling;
   int chunk;  // channels that come into shared memory at a time: whole steps
   bool vector_read, vector_weight, precise;
+  int64_t weight_gap = 0;  // numbers that lie between the filters of one expert and the next
 };
 
 template <typename T>
@@ -155,7 +156,7 @@ bool on_tensor_cores(const ConvShape& shape) {
 }
 
 // The stride makes a tile read four times as many pixels.
-inline bool half_tiles(const ConvShape& shape, bool backward) {
+__host__ __device__ inline bool half_tiles(const ConvShape& shape, bool backward) {
   return !backward && shape.stride == 2 && shape.kernel == 3;
 }
 

@@ -27,6 +27,16 @@ inline Tensor empty_images(at::IntArrayRef sizes, const at::TensorOptions& optio
   return at::empty(in_memory, options).movedim(-1, -3);
 }
 
+// Parameters [E, ...] of which those of one expert lie together: as they are, or copied.
+inline Tensor expert_rows(const Tensor& parameters) {
+  return parameters.select(0, 0).is_contiguous() ? parameters : parameters.contiguous();
+}
+// How many numbers lie between those of one expert and those of the next; below 0 where experts share them.
+inline int64_t gap_of(const Tensor& parameters) {
+  if (parameters.size(0) == 1) return 0;
+  return parameters.stride(0) - parameters.numel() / parameters.size(0);
+}
+
 inline int small(int64_t size, const char* what) {
   TORCH_CHECK_VALUE(size <= std::numeric_limits<int>::max(), what, ": expected less than 2^31, got ", size);
   return static_cast<int>(size);
@@ -47,9 +57,21 @@ inline Tensor tickets_for(const Tensor& like, int64_t count) {
   return own;
 }
 
+// Results of an op that writes some of its arguments: torch.compile wants those as so many tensors, not as a list. Empty
+// where there are fewer.
+template <size_t>
+using Each = Tensor;
+template <size_t... kPlaces>
+std::tuple<Each<kPlaces>...> spread_out(const std::vector<Tensor>& found, std::index_sequence<kPlaces...>) {
+  return {(kPlaces < found.size() ? found[kPlaces] : at::empty({0}, found[0].options()))...};
+}
+template <size_t kCount>
+using Results = decltype(spread_out(std::vector<Tensor>(), std::make_index_sequence<kCount>()));
+
 // Memory for one launch.
 struct Workspace {
   Tensor numbers, tickets;
+  Workspace() = default;
   Workspace(const Tensor& like, Scratch sizes)
       : numbers(at::empty({sizes.numbers}, like.options().dtype(compute_type(like)))),
         tickets(tickets_for(like, sizes.tickets)) {}

@@ -24,6 +24,10 @@ constexpr int kThreads = kWarp * kMaxWarps * kMaxSlabs;
 constexpr int64_t kEnoughBlocks = 256;          // two for each multiprocessor of a large GPU
 constexpr int64_t kFewColumns = 512;
 
+struct alignas(8) Pair {
+  float first, second;
+};
+
 template <typename T>
 struct Problem {
   const T* rows;  // [samples, rows, depth]
@@ -35,8 +39,8 @@ struct Problem {
   MaskNoise noise;
   Slabs slabs;
   int log_warps, slabs_each;  // of a block
-  int64_t blocks, splits, chunks_each;
-  bool vector_rows, vector_weight, precise;
+  int64_t blocks, groups, splits, chunks_each;
+  bool vector_rows, vector_weight, precise, near;
 };
 
 // Shared memory of a block, as if it were of the largest size: then all places are known to the compiler.
@@ -45,7 +49,8 @@ struct Memory {
   using Unit = typename Four<T>::Unit;
   static constexpr int kParts = Four<T>::kParts, kRowQuads = kMaxSlabs * kSlabRows * kDepth / kQuad;
   static constexpr int kWeightQuads = kMaxWarps * kColumns * kDepth / kQuad;
-  int64_t offset[kMaxSlabs * kSlabRows];  // where in p.rows the rows of the block begin
+  int64_t row[kMaxSlabs * kSlabRows];     // of the block, or -1
+  const T* from[kMaxSlabs * kSlabRows];   // where they begin
   alignas(16) T raw_rows[kRowQuads][kQuad];
   T raw_weight[kWeightQuads][kQuad], raw_logits[kWeightQuads][kQuad];
   Unit rows[kParts][kRowQuads];        // [row][t]
@@ -55,25 +60,6 @@ struct Memory {
   int odd;                             // some weight was NaN or infinite: 0 times it is no zero
 };
 
-// Four neighbours on their way to shared memory, zeros beyond `valid`. kVector: at once, all or none.
-template <bool kVector, typename T>
-__device__ void copy_quad(T* to, const T* from, int valid) {
-  if constexpr (kVector) {
-    copy_async<kQuad * sizeof(T)>(to, from, valid > 0);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      if constexpr (sizeof(T) == 4) {
-        copy_async<4>(to + i, i < valid ? from + i : from, i < valid);
-      } else {
-        narrow(i < valid ? widen(from[i]) : 0.0f, to + i);
-      }
-    }
-  }
-}
-
-__device__ inline int clamped(int64_t left) { return left <= 0 ? 0 : left < kQuad ? static_cast<int>(left) : kQuad; }
-
 // A thread's part in bringing chunks into shared memory. It prepares what it has copied itself.
 template <typename T, bool kBackward>
 struct Block {
@@ -82,101 +68,111 @@ struct Block {
 
   const Problem<T>& p;
   Memory<T>& memory;
-  int64_t column0, first_slab;
-  int first_slot, slot_step;    // of the quads of weights that are this thread's
-  int64_t out, in, out_step;    // the first of them in the chunk at depth 0, and from one to the next
+  const T *weight, *logits;   // the thread's first quad of the chunk that is loaded next
+  const T* nowhere;           // some place that can be read
+  int64_t column0, first_slab, k;
+  int64_t weight_step, chunk_step;  // to the next quad, to the next chunk
+  int64_t out, in;                  // the first quad's
+  int first_slot, slot_step;        // of the quads of weights that are this thread's
+  int out_step, own_quads;
+  int row_bytes, from_bytes;        // to the next row of the thread in shared memory
 
   // Where a quad of weights lies in shared memory. Forward, it is 4 k of one column: `major` is the column; backward, 4
   // columns of one k: `major` is k % 4 and the quad of columns. Four lanes have the same, and k = 4 t on.
   static __device__ int slot_of(int major, int t) { return major * 4 + t; }
   static constexpr int kAcross = kMaxWarps * kColumns / kQuad;  // quads of columns
 
-  __device__ Block(const Problem<T>& p_, Memory<T>& memory_, int64_t column0_, int64_t first_slab_)
-      : p(p_), memory(memory_), column0(column0_), first_slab(first_slab_) {
+  __device__ Block(const Problem<T>& p_, Memory<T>& memory_, int64_t copy, int64_t column0_, int64_t first_slab_,
+                   int64_t first_chunk)
+      : p(p_), memory(memory_), column0(column0_), first_slab(first_slab_), k(first_chunk * kDepth) {
     const int t = threadIdx.x % 4, own = threadIdx.x / 4;
     if constexpr (kBackward) {  // threads go over columns first, then over k
-      const int across = 3 + p.log_warps, k = own >> across, quad = own & ((1 << across) - 1);
-      first_slot = slot_of(k * kAcross + quad, t);
-      out = 4 * t + k;
+      const int across = 3 + p.log_warps, down = own >> across, quad = own & ((1 << across) - 1);
+      first_slot = slot_of(down * kAcross + quad, t);
+      out = k + 4 * t + down;
       in = column0 + quad * kQuad;
       out_step = p.slabs_each;
       slot_step = slot_of(p.slabs_each * kAcross, 0);
     } else {
       first_slot = slot_of(own, t);
       out = column0 + own;
-      in = 4 * t;
+      in = k + 4 * t;
       out_step = blockDim.x / 4;
       slot_step = blockDim.x;
     }
-  }
-  __device__ int64_t depth() const { return kBackward ? p.shape.out : p.shape.in; }
-  __device__ int64_t width() const { return kBackward ? p.shape.in : p.shape.out; }
-  __device__ int own_quads() const { return 4 / p.slabs_each; }  // of weights
-
-  __device__ void begin() const {
+    const LinearCopies& copies = p.shape.copies;
+    nowhere = p.weight;
+    weight = p.weight + copy * copies.weight + out * p.shape.in + in;
+    logits = p.logits + copy * copies.logits + out * p.shape.in + in;
+    weight_step = held(out_step * p.shape.in);
+    chunk_step = held(kBackward ? kDepth * p.shape.in : kDepth);
+    own_quads = held(4 / p.slabs_each);
+    row_bytes = held(static_cast<int>(blockDim.x * kQuad * sizeof(T)));
+    from_bytes = held(static_cast<int>(blockDim.x / 4 * sizeof(const T*)));
+    const T* rows = p.rows + copy * (kBackward ? copies.grad : copies.x);
     for (int i = threadIdx.x; i < p.slabs_each * kSlabRows; i += blockDim.x) {
       const int64_t row = p.slabs.row(first_slab + i / kSlabRows, i % kSlabRows);
-      memory.offset[i] = row < 0 ? 0 : row * depth();  // any row: what comes of it is not stored
+      memory.row[i] = row;
+      memory.from[i] = rows + (row < 0 ? 0 : row * depth());  // any row: what comes of it is not stored
     }
     if (threadIdx.x == 0) memory.odd = 0;
   }
+  __device__ int64_t depth() const { return kBackward ? p.shape.out : p.shape.in; }
+  __device__ int64_t width() const { return kBackward ? p.shape.in : p.shape.out; }
 
-  __device__ void load(int64_t k0) const {
+  // The next chunk.
+  __device__ void load() {
     if (p.vector_rows) {
-      load_rows<true>(k0);
+      load_rows<true>();
     } else {
-      load_rows<false>(k0);
+      load_rows<false>();
     }
     if (p.vector_weight) {
-      load_weights<true>(k0);
+      load_weights<true>();
     } else {
-      load_weights<false>(k0);
+      load_weights<false>();
     }
     commit_copies();
+    k += kDepth;
+    (kBackward ? out : in) += kDepth;
+    weight += chunk_step;
+    logits += chunk_step;
   }
   template <bool kVector>
-  __device__ void load_rows(int64_t k0) const {
-    const int64_t k = k0 + threadIdx.x % 4 * kQuad;
-    const int inside = clamped(depth() - k);
-    const T* from = p.rows + (inside > 0 ? k : 0);
-    T(*to)[kQuad] = &memory.raw_rows[threadIdx.x];
-    const int64_t* offset = &memory.offset[threadIdx.x / 4];
+  __device__ void load_rows() const {
+    const int64_t own = k + threadIdx.x % 4 * kQuad;
+    const int inside = clamped(depth() - own);
+    const int64_t ahead = inside > 0 ? own * static_cast<int64_t>(sizeof(T)) : 0;
+    char* to = reinterpret_cast<char*>(&memory.raw_rows[threadIdx.x]);
+    const char* from = reinterpret_cast<const char*>(&memory.from[threadIdx.x / 4]);
 #pragma unroll 1
     for (int left = 2 >> p.log_warps; left > 0; --left) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        copy_quad<kVector>(*to, from + *offset, inside);
-        to += blockDim.x;
-        offset += blockDim.x / 4;
+        const char* row = *reinterpret_cast<const char* const*>(from) + ahead;
+        copy_quad<kVector>(reinterpret_cast<T*>(to), reinterpret_cast<const T*>(row), inside);
+        to += row_bytes;
+        from += from_bytes;
       }
     }
   }
   template <bool kVector>
-  __device__ void load_weights(int64_t k0) const {
-    const int64_t first_out = kBackward ? out + k0 : out, first_in = kBackward ? in : in + k0;
-    const int inside = clamped(p.shape.in - first_in);
-    int64_t at = first_out * p.shape.in + first_in, left = p.shape.out - first_out;
+  __device__ void load_weights() const {
+    const int inside = clamped(p.shape.in - in);
+    const int64_t most = p.shape.out - out;
+    int left = most < 4 * kThreads ? static_cast<int>(most) : 4 * kThreads;  // more than there are
+    const T *from_weight = weight, *from_logits = logits;
     int slot = first_slot;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i >= own_quads()) break;
+      if (i % 2 == 0 && i >= own_quads) break;
       const int valid = left > 0 ? inside : 0;
-      const int64_t from = valid > 0 ? at : 0;
-      copy_quad<kVector>(memory.raw_weight[slot], p.weight + from, valid);
-      copy_quad<kVector>(memory.raw_logits[slot], p.logits + from, valid);
-      at += out_step * p.shape.in;
+      copy_quad<kVector>(memory.raw_weight[slot], valid > 0 ? from_weight : nowhere, valid);
+      copy_quad<kVector>(memory.raw_logits[slot], valid > 0 ? from_logits : nowhere, valid);
+      from_weight += weight_step;
+      from_logits += weight_step;
       left -= out_step;
       slot += slot_step;
-    }
-  }
-
-  static __device__ void read(const T* from, float (&v)[4]) {
-    if constexpr (sizeof(T) == 4) {
-      const float4 four = *reinterpret_cast<const float4*>(from);
-      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) v[i] = widen(from[i]);
     }
   }
 
@@ -188,7 +184,7 @@ struct Block {
       for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(T) == 4) {
           float v[4];
-          read(memory.raw_rows[quad], v);
+          read_quad(memory.raw_rows[quad], v);
           Unit unit[kParts];
           Four<T>::split(v, p.precise, unit);
 #pragma unroll
@@ -201,43 +197,37 @@ struct Block {
     }
     int slot = first_slot;
 #pragma unroll 1
-    for (int n = own_quads(); n > 0; --n) {
-      float w[4], l[4];
-      uint32_t low[4];
-      read(memory.raw_weight[slot], w);
-      read(memory.raw_logits[slot], l);
+    for (int n = own_quads; n > 0; n -= 2) {
 #pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        const float share = roughly_off(l[i]);
-        low[i] = low_word(share);
-        w[i] += share * 0.0f;  // a logit that is NaN makes the weight NaN
+      for (int i = 0; i < 2; ++i) {
+        prepare_weights(slot);
+        slot += slot_step;
       }
-      Unit unit[kParts];
-      if (!Four<T>::split(w, p.precise, unit)) memory.odd = 1;
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) memory.weights[part][slot] = unit[part];
-      memory.low[slot] = {low[0], low[1], low[2], low[3]};
-      memory.logits[slot] = {l[0], l[1], l[2], l[3]};
-      slot += slot_step;
     }
   }
-};
-
-__device__ inline uint32_t& word_of(uint4& unit, int i) {
-  return i == 0 ? unit.x : i == 1 ? unit.y : i == 2 ? unit.z : unit.w;
-}
-
-__device__ inline uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
-
-// Rarely words are near the threshold: here those of four weights become, by the exact threshold, the largest or 0.
-__device__ inline void decide(PhiloxWords& words, uint4& low, const float4& logits) {
-  const float logit[] = {logits.x, logits.y, logits.z, logits.w};
+  __device__ void prepare_weights(int slot) const {
+    float w[4], l[4], share[4];
+    uint32_t low[4];
+    read_quad(memory.raw_weight[slot], w);
+    read_quad(memory.raw_logits[slot], l);
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    words.word[i] = static_cast<int32_t>(words.word[i] >> 9) >= words_off(logit[i]) ? 0xffffffffu : 0u;
-    word_of(low, i) |= 1u;
+    for (int i = 0; i < kQuad; ++i) {
+      share[i] = roughly_off(l[i]);
+      low[i] = low_word(share[i]);
+    }
+    Unit unit[kParts];
+    if (!Four<T>::split(w, share, p.precise, unit)) {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) w[i] += share[i] * 0.0f;  // a logit that is NaN makes the weight NaN
+      Four<T>::split(w, p.precise, unit);
+      memory.odd = 1;
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) memory.weights[part][slot] = unit[part];
+    memory.low[slot] = {low[0], low[1], low[2], low[3]};
+    memory.logits[slot] = {l[0], l[1], l[2], l[3]};
   }
-}
+};
 
 // The masked weights of a lane, from its quads, as the tensor cores want them: four k of every tile of columns. Where
 // the mask does not keep a weight, 0 times the weight: `odd` says that this may be NaN.
@@ -297,16 +287,18 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
   Memory<T>& memory = *reinterpret_cast<Memory<T>*>(bytes);
   const int64_t outer = quotient(blockIdx.x, p.blocks), group = quotient(outer, p.splits);
   const int64_t block = blockIdx.x - outer * p.blocks, split = outer - group * p.splits;
-  const Block<T, kBackward> own(p, memory, block * (kColumns << p.log_warps), group * p.slabs_each);
+  const int64_t copy = blockIdx.y;
+  const int64_t first_chunk = split * p.chunks_each;
+  Block<T, kBackward> own(p, memory, copy, block * (kColumns << p.log_warps), group * p.slabs_each, first_chunk);
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const int warp = threadIdx.x / kWarp & ((1 << p.log_warps) - 1), local_slab = threadIdx.x / kWarp >> p.log_warps;
-  const PhiloxKeys keys(seed_of(p.noise));
+  const MaskKeys keys(seed_of(p.noise, copy * p.shape.copies.seed), p.noise.stream);
   const int64_t first_sample = p.slabs.first_sample(own.first_slab + local_slab);
   const int samples = static_cast<int>(first_sample + p.slabs.samples <= p.slabs.all_samples
                                            ? p.slabs.samples
                                            : p.slabs.all_samples - first_sample);  // may be negative
-  const bool quads = p.shape.in % kQuad == 0;
-  const Unit* rows = &memory.rows[0][held((local_slab * kSlabRows + g) * 4 + t)];
+  const unsigned char* own_rows = reinterpret_cast<unsigned char*>(&memory.rows[0][(local_slab * kSlabRows + g) * 4 + t]);
+  const Unit* rows = reinterpret_cast<const Unit*>(bytes + held(static_cast<int>(own_rows - bytes)));
   // Quad q of a lane: of tile q of the columns, or of k = 4 t + q.
   constexpr int kNextSlot = (kBackward ? Block<T, kBackward>::kAcross : 8) * 4;
   const int slot = held(own.slot_of(kBackward ? warp * 8 + g : warp * kColumns + g, t));
@@ -316,21 +308,25 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
   uint64_t first_index = first_word(p.shape, p.noise, first_sample);
   first_index += static_cast<uint64_t>(kBackward ? 4 * t * p.shape.in + own.column0 + warp * kColumns + 4 * g
                                                  : (own.column0 + warp * kColumns + g) * p.shape.in + 4 * t);
+  const int tiles = held(p.slabs.tiles), precise = held(p.precise ? 1 : 0), near = held(p.near ? 1 : 0);
   float sums[kTiles][kColumnTiles][4] = {};
 
-  own.begin();
   __syncthreads();
-  const int64_t first_chunk = split * p.chunks_each, all = (own.depth() + kDepth - 1) / kDepth;
+  const int64_t all = (own.depth() + kDepth - 1) / kDepth;
   const int64_t end_chunk = first_chunk + p.chunks_each < all ? first_chunk + p.chunks_each : all;
-  if (first_chunk < end_chunk) own.load(first_chunk * kDepth);
+  const auto chunk_words = held(static_cast<uint64_t>(kBackward ? kDepth * p.shape.in : kDepth));
+  const auto sample_words = held(static_cast<uint64_t>(p.shape.out * p.shape.in));
+  const uint32_t near_step = held(static_cast<uint32_t>(next / kQuad));
+  first_index += static_cast<uint64_t>(first_chunk) * chunk_words;
+  if (first_chunk < end_chunk) own.load();
 #pragma unroll 1
-  for (int64_t chunk = first_chunk; chunk < end_chunk; ++chunk) {
+  for (int64_t chunk = first_chunk; chunk < end_chunk; ++chunk, first_index += chunk_words) {
     wait_copies<0>();
     own.prepare();
-    if (chunk + 1 < end_chunk) own.load((chunk + 1) * kDepth);
+    if (chunk + 1 < end_chunk) own.load();
     __syncthreads();
-    uint64_t index = first_index + static_cast<uint64_t>(chunk * kDepth * (kBackward ? p.shape.in : 1));
-    int first_tile = 0;
+    uint64_t index = first_index;
+    unsigned first_tile = 0;
 #pragma unroll 1
     for (int s = 0; s < samples; ++s) {
       Unit masked[kColumnTiles][kParts];
@@ -338,8 +334,14 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
         PhiloxWords words[kQuad];
         Unit own_quads[kQuad][kParts];
         uint4 low[kQuad];
+        if (near) {
+          auto group = static_cast<uint32_t>(index / kQuad);
 #pragma unroll
-        for (int q = 0; q < kQuad; ++q) words[q] = quad_words(keys, index + q * next, p.noise.stream, quads);
+          for (int q = 0; q < kQuad; ++q, group += near_step) words[q] = keys.near(group);
+        } else {
+#pragma unroll
+          for (int q = 0; q < kQuad; ++q) words[q] = words_from(keys, index + q * next);
+        }
         uint32_t nearest = 0xffffffffu;  // above the low words
 #pragma unroll
         for (int q = 0; q < kQuad; ++q) {
@@ -357,7 +359,8 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
         }
         mask_units<kBackward>(static_cast<T*>(nullptr), own_quads, low, words, memory.odd != 0, masked);
       }
-      const auto multiply = [&](auto precise, int i) {
+      const auto multiply = [&](auto precise, auto tile) {
+        constexpr int i = decltype(tile)::value;
         Unit a[2][kParts];
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
@@ -372,70 +375,122 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
           for (int e = 0; e < 4; ++e) sums[i][j][e] += found[e];
         }
       };
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        if (static_cast<unsigned>(i - first_tile) >= static_cast<unsigned>(p.slabs.tiles)) continue;
-        if (p.precise) {
-          multiply(std::true_type{}, i);
-        } else {
-          multiply(std::false_type{}, i);
+      const auto multiply_all = [&](auto precise) {
+        const auto pair = [&](auto first, auto second) {
+          multiply(precise, first);
+          multiply(precise, second);
+        };
+        constexpr std::integral_constant<int, 0> t0;
+        constexpr std::integral_constant<int, 1> t1;
+        constexpr std::integral_constant<int, 2> t2;
+        constexpr std::integral_constant<int, 3> t3;
+        if (tiles == 2) {  // of 17 to 32 rows, as the papers have them
+          if (first_tile == 0) {
+            pair(t0, t1);
+          } else {
+            pair(t2, t3);
+          }
+          return;
         }
+        const auto own = [&](unsigned i) { return i - first_tile < static_cast<unsigned>(tiles); };
+        if (own(0)) multiply(precise, t0);
+        if (own(1)) multiply(precise, t1);
+        if (own(2)) multiply(precise, t2);
+        if (own(3)) multiply(precise, t3);
+      };
+      if (precise) {
+        multiply_all(std::true_type{});
+      } else {
+        multiply_all(std::false_type{});
       }
-      index += static_cast<uint64_t>(p.shape.out * p.shape.in);
-      first_tile += p.slabs.tiles;
+      index += sample_words;
+      first_tile += tiles;
     }
     __syncthreads();
   }
 
   const int64_t width = own.width(), values = p.slabs.all_samples * p.slabs.rows * width;
+  float* const partials = p.partials + copy * p.splits * values;
+  T* const result = p.result + copy * values;
   const auto biases_of = [&](int64_t row) -> const T* {
-    return kBackward || !p.biases ? nullptr : p.biases + quotient(row, p.slabs.rows) * width;
+    if (kBackward || !p.biases) return nullptr;
+    return p.biases + copy * p.shape.copies.biases + quotient(row, p.slabs.rows) * width;
   };
   const auto finish = [&](int64_t row, int64_t column, float value, const T* biases) {
-    narrow(biases ? value + widen(biases[column]) : value, p.result + row * width + column);
+    narrow(biases ? value + widen(biases[column]) : value, result + row * width + column);
   };
-  const int64_t first_column = own.column0 + warp * kColumns + (kBackward ? 8 : 2) * t;  // of the lane
+  const int64_t warp_column = own.column0 + warp * kColumns, first_column = warp_column + (kBackward ? 8 : 2) * t;
   const int left = static_cast<int>(width - first_column < kColumns ? width - first_column : kColumns);
+  const bool quads = width % kQuad == 0;  // then whole rows of the partial sums are in quads
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t row = p.slabs.row(own.first_slab + local_slab, i * kTileHeight + half * 8 + g);
+      const int64_t row = memory.row[local_slab * kSlabRows + i * kTileHeight + half * 8 + g];
       if (row < 0) continue;
+      const auto value = [&](int j, int e) { return sums[i][j][2 * half + e]; };
+      if (p.splits > 1) {
+        float* to = partials + split * values + row * width + first_column;
+        if (quads && warp_column + kColumns <= width) {
+#pragma unroll
+          for (int j = 0; j < kColumnTiles; ++j) {
+            if constexpr (!kBackward) {
+              *reinterpret_cast<Pair*>(to + 8 * j) = {value(j, 0), value(j, 1)};
+            } else if (j < 2) {
+              *reinterpret_cast<float4*>(to + kQuad * j) = {value(0, j), value(1, j), value(2, j), value(3, j)};
+            }
+          }
+          continue;
+        }
+      }
       const T* biases = biases_of(row);
-      float* to = p.partials + split * values + row * width + first_column;
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int column = kBackward ? kQuad * e + j : 8 * j + e;
           if (column >= left) continue;
-          const float value = sums[i][j][2 * half + e];
           if (p.splits == 1) {
-            finish(row, first_column + column, value, biases);
+            finish(row, first_column + column, value(j, e), biases);
           } else {
-            to[column] = value;
+            partials[split * values + row * width + first_column + column] = value(j, e);
           }
         }
       }
     }
   }
   if (p.splits == 1) return;
-  if (!last_to_arrive(p.tickets + group * p.blocks + block, static_cast<unsigned>(p.splits))) return;
-  const int log_across = 5 + p.log_warps;
+  const int64_t place = (copy * p.groups + group) * p.blocks + block;
+  if (!last_to_arrive(p.tickets + place, static_cast<unsigned>(p.splits))) return;
+  const int log_across = 3 + p.log_warps;  // of the quads of a row
   for (int i = threadIdx.x; i < (p.slabs_each * kSlabRows) << log_across; i += blockDim.x) {
-    const int64_t row = p.slabs.row(own.first_slab + (i >> log_across) / kSlabRows, (i >> log_across) % kSlabRows);
-    const int64_t column = own.column0 + (i & ((1 << log_across) - 1));
+    const int64_t row = memory.row[i >> log_across];
+    const int64_t column = own.column0 + (i & ((1 << log_across) - 1)) * kQuad;
     if (row < 0 || column >= width) continue;
-    const float* part = p.partials + row * width + column;
-    float total = 0.0f;
-#pragma unroll 8
-    for (int64_t other = 0; other < p.splits; ++other) total += fresh(part + other * values);
-    finish(row, column, total, biases_of(row));
+    const float* part = partials + row * width + column;
+    const T* biases = biases_of(row);
+    if (quads) {
+      float total[kQuad] = {};
+#pragma unroll 4
+      for (int other = 0; other < static_cast<int>(p.splits); ++other) {
+        const float4 four = fresh_quad(part);
+        total[0] += four.x, total[1] += four.y, total[2] += four.z, total[3] += four.w;
+        part += values;
+      }
+#pragma unroll
+      for (int e = 0; e < kQuad; ++e) finish(row, column + e, total[e], biases);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < kQuad && column + e < width; ++e) {
+        float total = 0.0f;
+        for (int64_t other = 0; other < p.splits; ++other) total += fresh(part + e + other * values);
+        finish(row, column + e, total, biases);
+      }
+    }
   }
 }
 
-// How a product is dealt to blocks.
+// How a product is dealt to blocks. Copies have no part in it, so that each finds what it would alone.
 struct Plan {
   Slabs slabs;
   int log_warps, slabs_each;
@@ -453,7 +508,8 @@ struct Plan {
   }
   Scratch scratch(const LinearShape& shape, int64_t width) const {
     if (splits == 1) return {0, 0};
-    return {splits * slabs.all_samples * shape.rows * width, groups * blocks};
+    const int64_t copies = shape.copies.count;
+    return {copies * splits * slabs.all_samples * shape.rows * width, copies * groups * blocks};
   }
 };
 
@@ -461,25 +517,22 @@ Plan plan_of(const LinearShape& shape, int64_t samples, bool backward) {
   return Plan(shape, samples, backward ? shape.out : shape.in, backward ? shape.in : shape.out);
 }
 
-template <typename T>
-bool aligned(const T* pointer, int64_t row) {
-  return reinterpret_cast<uintptr_t>(pointer) % (kQuad * sizeof(T)) == 0 && row % kQuad == 0;
-}
-
 template <typename T, bool kBackward>
 cudaError_t launch(const T* rows, const T* weight, const T* logits, const T* biases, T* result, float* scratch,
                    unsigned* tickets, bool allow_tf32, const LinearShape& shape, const MaskNoise& noise,
                    cudaStream_t stream) {
   const int64_t depth = kBackward ? shape.out : shape.in, width = kBackward ? shape.in : shape.out;
-  if (noise.samples * shape.rows * width == 0) return cudaSuccess;
+  const LinearCopies& copies = shape.copies;
+  if (copies.count * noise.samples * shape.rows * width == 0) return cudaSuccess;
   const Plan plan = plan_of(shape, noise.samples, kBackward);
   const Problem<T> p{rows, weight, logits, biases, result, scratch, tickets, shape, noise, plan.slabs, plan.log_warps,
-                     plan.slabs_each, plan.blocks, plan.splits, plan.chunks_each, aligned(rows, depth),
-                     aligned(weight, shape.in) && aligned(logits, shape.in), !allow_tf32};
+                     plan.slabs_each, plan.blocks, plan.groups, plan.splits, plan.chunks_each, aligned(rows, depth),
+                     aligned(weight, shape.in) && aligned(logits, shape.in), !allow_tf32,
+                     near_quads(noise, shape.out * shape.in, shape.in)};
   const int threads = (kWarp * plan.slabs_each) << plan.log_warps;
   const auto kernel = product_kernel<T, kBackward>;
-  return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(plan.blocks * plan.groups * plan.splits, 1), threads,
-                                sizeof(Memory<T>), stream, p);
+  const dim3 grid = grid_of(plan.blocks * plan.groups * plan.splits, copies);
+  return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, threads, sizeof(Memory<T>), stream, p);
 }
 
 }  // namespace

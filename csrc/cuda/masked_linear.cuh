@@ -6,32 +6,6 @@
 
 namespace fastmod::cuda {
 
-// The same number, which nvcc is to hold rather than to compute anew in every loop.
-__device__ inline int held(int value) {
-#if defined(__CUDA_ARCH__)
-  asm("" : "+r"(value));
-#endif
-  return value;
-}
-
-// Noise words of the weights `index` .. `index` + 3. One Philox call serves four if every row begins at a multiple of 4
-// (`quads`), else two calls.
-__device__ inline PhiloxWords quad_words(const PhiloxKeys& keys, uint64_t index, uint32_t stream, bool quads) {
-  PhiloxWords words = philox_group(keys, index / kQuad, stream);
-  if (quads) return words;
-  const PhiloxWords next = philox_group(keys, index / kQuad + 1, stream);
-  uint32_t moved[6];
-#pragma unroll
-  for (int i = 0; i < 6; ++i) {  // by comparisons: an indexed local array would live in memory
-    const uint32_t far = i + 2 < kQuad ? words.word[i + 2] : next.word[i + 2 - kQuad];
-    const uint32_t near = i < kQuad ? words.word[i] : next.word[i - kQuad];
-    moved[i] = index & 2 ? far : near;
-  }
-#pragma unroll
-  for (int i = 0; i < kQuad; ++i) words.word[i] = index & 1 ? moved[i + 1] : moved[i];
-  return words;
-}
-
 // Where the noise of a sample begins.
 __device__ inline uint64_t first_word(const LinearShape& shape, const MaskNoise& noise, int64_t sample) {
   return static_cast<uint64_t>((noise.first + sample) * shape.out * shape.in);
@@ -50,6 +24,13 @@ struct Four {
     const float all = (v[0] + v[1]) + (v[2] + v[3]);
     return all - all == 0.0f;
   }
+  // Of weights and the shares of their masks: false also where a share is NaN.
+  static __device__ bool split(const float (&v)[4], const float (&share)[4], bool, Unit (&unit)[1]) {
+    T* type = nullptr;
+    unit[0] = {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
+    const float all = v[0] * share[0] + v[1] * share[1] + v[2] * share[2] + v[3] * share[3];
+    return all - all == 0.0f;
+  }
   // d = a b of a whole chunk, a: of rows g and g + 8, b: of column g.
   template <bool kPrecise>
   static __device__ void multiply(const Unit (&a)[2][1], const Unit (&b)[1], float (&d)[4]) {
@@ -66,6 +47,25 @@ struct Four<float> {
     unit[0] = {high[0], high[1], high[2], high[3]};
     unit[1] = {low[0], low[1], low[2], low[3]};
     return finite;
+  }
+  static __device__ bool split(const float (&v)[4], const float (&share)[4], bool, Unit (&unit)[2]) {
+    const float all = split_finite(v, unit, share);
+    return all - all == 0.0f;
+  }
+  // As if all were finite; returns a number that is not, if one of them or of the shares is not.
+  static __device__ float split_finite(const float (&v)[4], Unit (&unit)[2], const float (&share)[4] = {1, 1, 1, 1}) {
+    uint32_t high[4], low[4];
+    float all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      high[i] = tf32_bits(v[i]);
+      const float rest = rest_of(v[i], high[i]);
+      low[i] = tf32_bits(rest);
+      all = i == 0 ? rest * share[i] : all + rest * share[i];
+    }
+    unit[0] = {high[0], high[1], high[2], high[3]};
+    unit[1] = {low[0], low[1], low[2], low[3]};
+    return all;
   }
   template <bool kPrecise>
   static __device__ void multiply(const Unit (&a)[2][2], const Unit (&b)[2], float (&d)[4]) {
@@ -86,6 +86,74 @@ struct Four<float> {
     mma(type, d, second, b[0].z, b[0].w);
   }
 };
+
+// Four neighbours on their way to shared memory, zeros beyond `valid`. kVector: at once, all or none.
+template <bool kVector, typename T>
+__device__ void copy_quad(T* to, const T* from, int valid) {
+  if constexpr (kVector) {
+    copy_async<kQuad * sizeof(T)>(to, from, valid > 0);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        copy_async<4>(to + i, i < valid ? from + i : from, i < valid);
+      } else {
+        narrow(i < valid ? widen(from[i]) : 0.0f, to + i);
+      }
+    }
+  }
+}
+
+__device__ inline int clamped(int64_t left) { return left <= 0 ? 0 : left < kQuad ? static_cast<int>(left) : kQuad; }
+
+template <typename T>
+inline bool aligned(const T* pointer, int64_t row) {
+  return reinterpret_cast<uintptr_t>(pointer) % (kQuad * sizeof(T)) == 0 && row % kQuad == 0;
+}
+
+// Blocks of one copy, and copies; more than 65535 of them a launch refuses.
+inline dim3 grid_of(int64_t blocks, const LinearCopies& copies) {
+  return dim3(blocks_for(blocks, 1).x, blocks_for(copies.count, 1).x);
+}
+
+// Four neighbours at once.
+template <typename T>
+__device__ void read_quad(const T* from, float (&v)[kQuad]) {
+  if constexpr (sizeof(T) == 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+  } else {
+    struct alignas(8) {
+      T value[kQuad];
+    } four;
+    *reinterpret_cast<uint2*>(&four) = *reinterpret_cast<const uint2*>(from);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) v[i] = widen(four.value[i]);
+  }
+}
+template <typename T>
+__device__ void write_quad(const float (&v)[kQuad], T* to) {
+  if constexpr (sizeof(T) == 4) {
+    *reinterpret_cast<float4*>(to) = {v[0], v[1], v[2], v[3]};
+  } else {
+    T* type = nullptr;
+    *reinterpret_cast<uint2*>(to) = {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
+  }
+}
+
+// Written by other blocks while this one ran.
+__device__ inline float4 fresh_quad(const float* address) {
+#if defined(__CUDA_ARCH__)
+  float4 four;
+  asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "l"(__cvta_generic_to_global(address)));
+  return four;
+#else
+  const volatile float* from = address;
+  return {from[0], from[1], from[2], from[3]};
+#endif
+}
 
 // Rows in tiles of 16. A slab is what a warp multiplies: up to kTiles tiles, of several samples or of a part of one.
 constexpr int kTileHeight = 16;

@@ -7,40 +7,67 @@ namespace {
 // As cuBLAS is allowed to.
 bool matmul_tf32() { return at::globalContext().allowTF32CuBLAS(); }
 
-LinearShape linear_shape(const Tensor& x, const Tensor& weight, int64_t samples) {
-  return {leading_size(x, 1) / samples, weight.size(0), weight.size(1)};
-}
+// A tensor of which every copy lies without gaps; copies that are one and the same (an expanded tensor) stay one.
+struct Stacked {
+  Tensor dense;
+  int64_t step = 0;  // from one copy to the next
+  Stacked(const OptionalTensor& tensor, int64_t copies, bool stacked) {
+    if (!tensor || !tensor->defined()) return;
+    const bool one = stacked && copies > 1 && tensor->stride(0) == 0;
+    dense = (one ? tensor->select(0, 0) : *tensor).contiguous();
+    if (stacked && !one && copies > 0) step = dense.numel() / copies;
+  }
+};
 
-Tensor masked_linear_forward(const Tensor& x_, const Tensor& weight_, const Tensor& logits_,
-                              const OptionalTensor& biases_, const Tensor& seed, int64_t samples, int64_t first) {
-  check_masked_linear(x_, weight_, logits_, biases_, seed, samples, first);
-  const c10::cuda::OptionalCUDAGuard guard(x_.device());
-  const LinearShape shape = linear_shape(x_, weight_, samples);
-  const MaskNoise noise = mask_noise(x_, first, samples, seed, kStreamMask);
-  const Tensor x = x_.contiguous(), weight = weight_.contiguous(), logits = logits_.contiguous();
-  const Tensor biases = dense(biases_);
+// Inputs, and the shape of one copy.
+struct Inputs {
+  bool stacked;
+  int64_t copies;
+  Stacked x, weight, logits, biases, grad, seed;
+  LinearShape shape;
+  Inputs(const Tensor& x_, const Tensor& weight_, const Tensor& logits_, const OptionalTensor& biases_,
+         const OptionalTensor& grad_, const Tensor& seed_, int64_t samples)
+      : stacked(stacked_layers(weight_)),
+        copies(stacked ? weight_.size(0) : 1),
+        x(x_, copies, stacked),
+        weight(weight_, copies, stacked),
+        logits(logits_, copies, stacked),
+        biases(biases_, copies, stacked),
+        grad(grad_, copies, stacked),
+        seed(seed_, copies, stacked && seed_.dim() == 1) {
+    const int64_t rows = copies == 0 ? 0 : leading_size(x_, 1) / (samples * copies);
+    shape = {rows, weight_.size(-2), weight_.size(-1),
+             {copies, x.step, grad.step, weight.step, logits.step, biases.step, seed.step}};
+  }
+};
+
+Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& biases,
+                              const Tensor& seed, int64_t samples, int64_t first) {
+  check_masked_linear(x, weight, logits, biases, seed, samples, first);
+  const c10::cuda::OptionalCUDAGuard guard(x.device());
+  const Inputs in(x, weight, logits, biases, std::nullopt, seed, samples);
+  const MaskNoise noise = mask_noise(x, first, samples, in.seed.dense, kStreamMask);
   std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = shape.out;
+  sizes.back() = in.shape.out;
   const Tensor out = at::empty(sizes, x.options());
   dispatch(x.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
-    const Workspace space(x, masked_linear_scratch<T>(shape, samples, false));
-    C10_CUDA_CHECK(cuda::masked_linear_forward<T>(data<T>(x), data<T>(weight), data<T>(logits), data<T>(biases),
-                                                  data<T>(out), data<Compute<T>>(space.numbers),
-                                                  data<unsigned>(space.tickets), matmul_tf32(), shape, noise, stream()));
+    const Workspace space(x, masked_linear_scratch<T>(in.shape, samples, false));
+    C10_CUDA_CHECK(cuda::masked_linear_forward<T>(data<T>(in.x.dense), data<T>(in.weight.dense),
+                                                  data<T>(in.logits.dense), data<T>(in.biases.dense), data<T>(out),
+                                                  data<Compute<T>>(space.numbers), data<unsigned>(space.tickets),
+                                                  matmul_tf32(), in.shape, noise, stream()));
   });
   return out;
 }
 
-std::vector<Tensor> masked_linear_backward(const Tensor& grad_, const Tensor& x_, const Tensor& weight_,
-                                            const Tensor& logits_, const Tensor& seed, int64_t samples, double tau,
+std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                            const Tensor& logits, const Tensor& seed, int64_t samples, double tau,
                                             std::array<bool, 3> needs, int64_t first) {
-  check_masked_linear_grad(grad_, x_, weight_, logits_, seed, samples, first, tau);
-  const c10::cuda::OptionalCUDAGuard guard(x_.device());
-  const LinearShape shape = linear_shape(x_, weight_, samples);
-  const MaskNoise noise = mask_noise(x_, first, samples, seed, kStreamMask);
-  const Tensor grad = grad_.contiguous(), x = x_.contiguous();
-  const Tensor weight = weight_.contiguous(), logits = logits_.contiguous();
+  check_masked_linear_grad(grad, x, weight, logits, seed, samples, first, tau);
+  const c10::cuda::OptionalCUDAGuard guard(x.device());
+  const Inputs in(x, weight, logits, std::nullopt, grad, seed, samples);
+  const MaskNoise noise = mask_noise(x, first, samples, in.seed.dense, kStreamMask);
   const auto wanted = [](bool needed, const Tensor& like) { return needed ? blank_like(like) : Tensor(); };
   const auto [need_x, need_weight, need_logits] = needs;
   const Tensor grad_x = wanted(need_x, x), grad_weight = wanted(need_weight, weight);
@@ -48,20 +75,22 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad_, const Tensor& x_
   dispatch(x.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
     if (grad_x.defined()) {
-      const Workspace space(x, masked_linear_scratch<T>(shape, samples, true));
-      C10_CUDA_CHECK(masked_linear_backward_x<T>(data<T>(grad), data<T>(weight), data<T>(logits), data<T>(grad_x),
+      const Workspace space(x, masked_linear_scratch<T>(in.shape, samples, true));
+      C10_CUDA_CHECK(masked_linear_backward_x<T>(data<T>(in.grad.dense), data<T>(in.weight.dense),
+                                                 data<T>(in.logits.dense), data<T>(grad_x),
                                                  data<Compute<T>>(space.numbers), data<unsigned>(space.tickets),
-                                                 matmul_tf32(), shape, noise, stream()));
+                                                 matmul_tf32(), in.shape, noise, stream()));
     }
     if (grad_weight.defined() || grad_logits.defined())
-      C10_CUDA_CHECK(masked_linear_backward_weight<T>(data<T>(grad), data<T>(x), data<T>(weight), data<T>(logits),
+      C10_CUDA_CHECK(masked_linear_backward_weight<T>(data<T>(in.grad.dense), data<T>(in.x.dense),
+                                                      data<T>(in.weight.dense), data<T>(in.logits.dense),
                                                       data<T>(grad_weight), data<T>(grad_logits),
-                                                      static_cast<Compute<T>>(tau), matmul_tf32(), shape, noise,
+                                                      static_cast<Compute<T>>(tau), matmul_tf32(), in.shape, noise,
                                                       stream()));
   });
   std::vector<Tensor> result{grad_x, grad_weight, grad_logits};
   for (Tensor& tensor : result)
-    if (!tensor.defined()) tensor = at::empty({0}, x.options());
+    if (!tensor.defined()) tensor = in.stacked ? at::empty({in.copies, 0}, x.options()) : at::empty({0}, x.options());
   return result;
 }
 

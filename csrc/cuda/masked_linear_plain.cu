@@ -23,7 +23,8 @@ __device__ double kept(uint32_t word, double logit, double value) {
 __device__ PhiloxWords quad_words(int64_t seed, const LinearShape& shape, const MaskNoise& noise, int64_t sample,
                                   int64_t row, int64_t column) {
   const uint64_t index = first_word(shape, noise, sample) + static_cast<uint64_t>(row * shape.in + column);
-  return cuda::quad_words(PhiloxKeys(seed), index, noise.stream, shape.in % kQuad == 0);
+  const MaskKeys keys(seed, noise.stream);
+  return shape.in % kQuad == 0 ? keys.any(index / kQuad) : words_from(keys, index);
 }
 
 // A piece [kHeight, kWide] of the masked weight from (row0, column0) on, into shared memory; zero beyond the edges.
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // A block: a tile [kDepth, kTile] of the weight. A thread has kOwnRows quads of neighbouring weights in it.
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads)
     backward_weight_kernel(const double* grad, const double* x, const double* weight, const double* logits,
                            double* grad_weight, double* grad_logits, double tau, LinearShape shape, MaskNoise noise) {
   constexpr int kOwnRows = kDepth / kSide, kPitch = kDepth + 1;
@@ -239,28 +240,59 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 namespace plain {
 
+namespace {
+
+// What `launch(copy, noise)` launches, for every copy.
+template <typename Launch>
+cudaError_t for_copies(const LinearShape& shape, MaskNoise noise, Launch launch) {
+  cudaError_t found = cudaSuccess;
+  for (int64_t copy = 0; copy < shape.copies.count && found == cudaSuccess; ++copy) {
+    found = launch(copy, noise);
+    if (noise.seed) noise.seed += shape.copies.seed;
+  }
+  return found;
+}
+
+}  // namespace
+
 cudaError_t forward(const double* x, const double* weight, const double* logits, const double* biases, double* result,
                     LinearShape shape, MaskNoise noise, cudaStream_t stream) {
   const int64_t rows = noise.samples * pieces(shape.rows, kRows);
   if (rows * shape.out == 0) return cudaSuccess;
-  return FASTMOD_LAUNCH(forward_kernel, blocks_for(rows * pieces(shape.out, kTile), 1), kThreads, stream, x, weight,
-                        logits, biases, result, shape, noise);
+  const LinearCopies& copies = shape.copies;
+  return for_copies(shape, noise, [&](int64_t copy, const MaskNoise& own) {
+    return FASTMOD_LAUNCH(forward_kernel, blocks_for(rows * pieces(shape.out, kTile), 1), kThreads, stream,
+                          x + copy * copies.x, weight + copy * copies.weight, logits + copy * copies.logits,
+                          biases ? biases + copy * copies.biases : nullptr,
+                          result + copy * noise.samples * shape.rows * shape.out, shape, own);
+  });
 }
 
 cudaError_t backward_x(const double* grad, const double* weight, const double* logits, double* grad_x,
                        LinearShape shape, MaskNoise noise, cudaStream_t stream) {
   const int64_t rows = noise.samples * pieces(shape.rows, kRows);
   if (rows * shape.in == 0) return cudaSuccess;
-  return FASTMOD_LAUNCH(backward_x_kernel, blocks_for(rows * pieces(shape.in, kTile), 1), kThreads, stream, grad,
-                        weight, logits, grad_x, shape, noise);
+  const LinearCopies& copies = shape.copies;
+  return for_copies(shape, noise, [&](int64_t copy, const MaskNoise& own) {
+    return FASTMOD_LAUNCH(backward_x_kernel, blocks_for(rows * pieces(shape.in, kTile), 1), kThreads, stream,
+                          grad + copy * copies.grad, weight + copy * copies.weight, logits + copy * copies.logits,
+                          grad_x + copy * noise.samples * shape.rows * shape.in, shape, own);
+  });
 }
 
 cudaError_t backward_weight(const double* grad, const double* x, const double* weight, const double* logits,
                             double* grad_weight, double* grad_logits, double tau, LinearShape shape, MaskNoise noise,
                             cudaStream_t stream) {
-  if (shape.out * shape.in == 0) return cudaSuccess;
-  return FASTMOD_LAUNCH(backward_weight_kernel, blocks_for(pieces(shape.out, kDepth) * pieces(shape.in, kTile), 1),
-                        kThreads, stream, grad, x, weight, logits, grad_weight, grad_logits, tau, shape, noise);
+  const int64_t count = shape.out * shape.in;
+  if (count == 0) return cudaSuccess;
+  const LinearCopies& copies = shape.copies;
+  return for_copies(shape, noise, [&](int64_t copy, const MaskNoise& own) {
+    return FASTMOD_LAUNCH(backward_weight_kernel, blocks_for(pieces(shape.out, kDepth) * pieces(shape.in, kTile), 1),
+                          kThreads, stream, grad + copy * copies.grad, x + copy * copies.x,
+                          weight + copy * copies.weight, logits + copy * copies.logits,
+                          grad_weight ? grad_weight + copy * count : nullptr,
+                          grad_logits ? grad_logits + copy * count : nullptr, tau, shape, own);
+  });
 }
 
 }  // namespace plain

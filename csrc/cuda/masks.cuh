@@ -64,7 +64,119 @@ __device__ inline uint32_t low_word(float share) {
 #endif
 }
 
-__device__ inline int64_t seed_of(const MaskNoise& noise) { return noise.seed ? *noise.seed : noise.seed_value; }
+__device__ inline uint32_t& word_of(uint4& unit, int i) {
+  return i == 0 ? unit.x : i == 1 ? unit.y : i == 2 ? unit.z : unit.w;
+}
+
+__device__ inline uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// Rarely words are near the threshold: here those of four weights become, by the exact threshold, the largest or 0.
+__device__ inline void decide(PhiloxWords& words, uint4& low, const float4& logits) {
+  const float logit[] = {logits.x, logits.y, logits.z, logits.w};
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    words.word[i] = static_cast<int32_t>(words.word[i] >> 9) >= words_off(logit[i]) ? 0xffffffffu : 0u;
+    word_of(low, i) |= 1u;
+  }
+}
+
+// step: to the seed of a copy of the layer
+__device__ inline int64_t seed_of(const MaskNoise& noise, int64_t step = 0) {
+  return noise.seed ? noise.seed[step] : noise.seed_value;
+}
+
+// The same number, which nvcc is to hold rather than to compute anew in every loop.
+template <typename Number>
+__device__ inline Number held(Number value) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Number) == 8) {
+    asm("" : "+l"(value));
+  } else {
+    asm("" : "+r"(value));
+  }
+#endif
+  return value;
+}
+
+// What the Philox groups of one seed and stream have in common, computed once. Two words of the counter are the same for
+// all groups, and a third, the upper half of the group, is 0 for those below 2^32: what becomes of them in the first
+// three rounds is folded into the keys, which leaves 55 of 60 instructions.
+class MaskKeys {
+ public:
+  __device__ MaskKeys(int64_t seed, uint32_t stream) {
+    const uint64_t key = static_cast<uint64_t>(seed);
+    const auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      first_[round] = k0 + static_cast<uint32_t>(round) * 0x9E3779B9u;
+      second_[round] = k1 + static_cast<uint32_t>(round) * 0xBB67AE85u;
+    }
+    uint32_t high, low;
+    wide_product(stream, kMultiplier1, &high, &low);
+    first_[0] ^= high;
+    first_[1] ^= low;
+    wide_product(first_[0], kMultiplier0, &high, &low);
+    second_[1] ^= high;
+    second_[2] ^= low;
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      first_[round] = held(first_[round]);
+      second_[round] = held(second_[round]);
+    }
+  }
+
+  // The words of elements 4 * group .. 4 * group + 3.
+  __device__ PhiloxWords near(uint32_t group) const { return rounds(group, second_[1], second_[2]); }
+  __device__ PhiloxWords any(uint64_t group) const {
+    uint32_t high, low;
+    wide_product(first_[0] ^ static_cast<uint32_t>(group >> 32), kMultiplier0, &high, &low);
+    return rounds(static_cast<uint32_t>(group), (second_[0] + 0xBB67AE85u) ^ high, (second_[0] + 2 * 0xBB67AE85u) ^ low);
+  }
+
+ private:
+  static constexpr int kRounds = 10;
+  static constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
+  uint32_t first_[kRounds], second_[kRounds];
+
+  __device__ PhiloxWords rounds(uint32_t group, uint32_t second1, uint32_t second2) const {
+    uint32_t high0, low0, high1, low1;
+    wide_product(group, kMultiplier0, &high0, &low0);
+    wide_product(high0 ^ second_[0], kMultiplier1, &high1, &low1);
+    uint32_t c0 = high1 ^ first_[1], c1 = low1, c2 = low0 ^ second1, c3 = 0;
+#pragma unroll
+    for (int round = 2; round < kRounds; ++round) {
+      wide_product(c0, kMultiplier0, &high0, &low0);
+      wide_product(c2, kMultiplier1, &high1, &low1);
+      c0 = xor_of_three(high1, c1, first_[round]);
+      c2 = round == 2 ? high0 ^ second2 : xor_of_three(high0, c3, second_[round]);
+      c1 = low1;
+      c3 = low0;
+    }
+    return {{c0, c1, c2, c3}};
+  }
+};
+
+// Noise words of the weights `index` .. `index` + 3, wherever a group of four begins.
+__device__ inline PhiloxWords words_from(const MaskKeys& keys, uint64_t index) {
+  PhiloxWords words = keys.any(index / kQuad);
+  const PhiloxWords next = keys.any(index / kQuad + 1);
+  uint32_t moved[6];
+#pragma unroll
+  for (int i = 0; i < 6; ++i) {  // by comparisons: an indexed local array would live in memory
+    const uint32_t far = i + 2 < kQuad ? words.word[i + 2] : next.word[i + 2 - kQuad];
+    const uint32_t near = i < kQuad ? words.word[i] : next.word[i - kQuad];
+    moved[i] = index & 2 ? far : near;
+  }
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) words.word[i] = index & 1 ? moved[i + 1] : moved[i];
+  return words;
+}
+
+// Whether MaskKeys::near serves: rows of `width` weights begin at multiples of 4, and no group of the samples before
+// noise.first + noise.samples, of `count` weights each, is 2^32 or more.
+__host__ __device__ inline bool near_quads(const MaskNoise& noise, int64_t count, int64_t width) {
+  return width % kQuad == 0 && (count == 0 || noise.first + noise.samples <= (int64_t{1} << 34) / count);
+}
 
 // s(1 - s) at temperature 1: with decay = exp(-|l|) and u counted from the side that l favours,
 // s = u / (u + decay (1 - u)).
@@ -81,6 +193,35 @@ __device__ inline C slope_at(C u, C logit, C tau) {
   const C z = (logit + (logarithm(u) - logarithm(C(1) - u))) / tau;
   const C e = exponential(-magnitude(z)), sum = C(1) + e;
   return e / (sum * sum) / tau;
+}
+
+// exp(-|logit|) with a relative error below 2^-23 (1 + |logit|), which is what a rounded logit costs as well.
+__device__ inline float quick_decay(float logit) {
+#if defined(__CUDA_ARCH__)
+  float decay;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(decay) : "f"(fabsf(logit) * -mask::kLog2e));
+  return decay;
+#else
+  return exp2f(fabsf(logit) * -mask::kLog2e);
+#endif
+}
+
+// slope_at_one / decay, in few instructions. bits: the upper 23 of the noise word; flip: 2^23 - 1 where the logit is
+// negative, else 0, for 1 - u is what the other bits make.
+__device__ inline float quick_slope(uint32_t bits, uint32_t flip, float decay) {
+#if defined(__CUDA_ARCH__)
+  uint32_t above_one;
+  float u, slope;
+  asm("lop3.b32 %0, %1, %2, %3, 0xbe;" : "=r"(above_one) : "r"(bits), "r"(flip), "r"(0x3f800000u));  // (a ^ b) | c
+  asm("add.f32 %0, %1, 0fBF7FFFFF;" : "=f"(u) : "r"(above_one));                                     // 2^-24 - 1
+  const float v = 1.0f - u, sum = u + decay * v;
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(slope) : "f"(u * v), "f"(sum * sum));  // 2^-48 <= sum * sum < 4
+  return slope;
+#else
+  const float u = __uint_as_float((bits ^ flip) | 0x3f800000u) - 0.999999940395355224609375f, v = 1.0f - u;
+  const float sum = u + decay * v;
+  return u * v / (sum * sum);
+#endif
 }
 
 // The slope at any temperature; decay = exp(-|l|) is used at 1.

@@ -1,227 +1,335 @@
-// mfnnr on CUDA tensors. What fits is a stack of one (smfr_binding.cpp); else, and in fp64, all is in the compute dtype:
-// the kernels of mfnnr.cu, or cuBLAS for layers too wide for them.
-#include "binding.h"
+// mfnnr on CUDA tensors, and stacks of MFNNRs that the three launches of smfr_binding.cpp cannot serve: layer by layer, one
+// launch for each linear layer, by the kernels of mfnnr.cu. Nothing is cast and nothing but those kernels is launched, save
+// that several nets at once are served one after the other, and their results put together.
+#include "image_binding.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
 
-// The sections of `saved`, each [batch, width]: route layers (the last are the logits), routed, update layers.
+// Sections [batch, width] of a buffer: route layers (the last are the logits), routed (if there is such a section), update
+// layers.
+template <typename C>
 struct Sections {
-  std::vector<Tensor> route, update;
-  Tensor routed;
+  std::vector<C*> route, update;
+  C* routed = nullptr;
 
-  Sections(const Tensor& saved, const std::vector<Tensor>& route_params, const std::vector<Tensor>& update_params,
-           const MfnnrSizes& sizes) {
-    int64_t offset = 0;
+  Sections(const Tensor& buffer, TensorList route_params, TensorList update_params, const MfnnrSizes& sizes,
+           bool with_routed) {
+    C* next = data<C>(buffer);
     const auto take = [&](int64_t width) {
-      const Tensor section = saved.narrow(0, offset, sizes.batch * width).view({sizes.batch, width});
-      offset += sizes.batch * width;
+      C* section = next;
+      next += sizes.batch * width;
       return section;
     };
     for (size_t i = 1; i < route_params.size(); i += 2) route.push_back(take(route_params[i].size(0)));
-    routed = take(sizes.routed());
+    if (with_routed) routed = take(sizes.routed());
     for (size_t i = 1; i < update_params.size(); i += 2) update.push_back(take(update_params[i].size(0)));
   }
 };
 
-bool fits_fused(const std::vector<Tensor>& params) {
-  if (params.size() / 2 > kMaxLinear) return false;
-  for (size_t i = 1; i + 2 < params.size(); i += 2) {
-    if (params[i].size(0) > kMaxHidden) return false;
+// One layer as the kernels read it.
+struct WideLayer {
+  MfnnrSizes sizes;
+  RoutingArguments routing;
+  std::vector<Tensor> route, update;
+  Shape shape() const { return {sizes.batch, sizes.in_blocks, sizes.out_blocks, sizes.block}; }
+};
+
+std::vector<Tensor> dense_all(TensorList tensors) {
+  std::vector<Tensor> result;
+  for (const Tensor& tensor : tensors) {
+    for (const int64_t size : tensor.sizes()) small(size, "parameters");
+    result.push_back(tensor.contiguous());
   }
-  return true;
+  return result;
 }
 
-template <typename C>
-Fnn<C> fnn_of(const std::vector<Tensor>& params, const std::vector<Tensor>& kept, bool save) {
-  Fnn<C> fnn{};
-  fnn.linears = static_cast<int>(kept.size());
-  for (int i = 0; i < fnn.linears; ++i) {
-    fnn.weight[i] = data<C>(params[2 * i]);
-    fnn.bias[i] = data<C>(params[2 * i + 1]);
-    fnn.width[i] = params[2 * i + 1].size(0);
-    fnn.kept[i] = save || i + 1 == fnn.linears ? data<C>(kept[i]) : nullptr;
-  }
-  return fnn;
+std::vector<int64_t> leading_and(const Tensor& x, std::initializer_list<int64_t> trailing) {
+  auto sizes = x.sizes().slice(0, x.dim() - 2).vec();
+  sizes.insert(sizes.end(), trailing);
+  return sizes;
 }
 
-// Layers too wide for the fused kernels: cuBLAS, straight into the sections.
-void wide_fnn(const Tensor& input, const std::vector<Tensor>& params, std::vector<Tensor>& kept) {
-  Tensor below = input;
-  for (size_t i = 0; i < kept.size(); ++i) {
-    at::addmm_out(kept[i], params[2 * i + 1], below, params[2 * i].t());
-    if (i + 1 < kept.size()) at::leaky_relu_(kept[i], kLeakySlope);
-    below = kept[i];
-  }
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mfnnr_forward(const Tensor& x_, TensorList route_,
-                                                                 TensorList update_, const OptionalTensor& tau,
-                                                                 double tau_value, const OptionalTensor& seed,
-                                                                 int64_t mode, bool context, double threshold,
-                                                                 bool save) {
-  const MfnnrSizes s = check_mfnnr(x_, route_, update_, context);
-  const c10::cuda::OptionalCUDAGuard guard(x_.device());
-  const std::vector<StackedLayer> stack{{route_, update_, tau, tau_value, seed}};
-  if (stack_fits(x_, stack)) {
-    const StackOutput found = stack_forward(x_, stack, mode, context, threshold, save);
-    return {found.outs[0], found.penalty, found.logits[0], found.gates[0], found.saved[0]};
-  }
-  const RoutingArguments routing(x_, tau, tau_value, seed, mode);
-  const auto wide = x_.options().dtype(compute_type(x_));
-  const auto type = x_.scalar_type();
-  const Shape shape{s.batch, s.in_blocks, s.out_blocks, s.block};
-  auto out_sizes = x_.sizes().slice(0, x_.dim() - 2).vec(), logit_sizes = out_sizes, gate_sizes = out_sizes;
-  out_sizes.insert(out_sizes.end(), {s.out_blocks, s.block});
-  logit_sizes.insert(logit_sizes.end(), {s.in_blocks, s.out_blocks});
-  gate_sizes.push_back(s.out_blocks);
-
-  // Without `save` the same sections serve as scratch, and the hidden ones among them stay untouched.
-  const int64_t padded = (s.batch + kBatchTile - 1) / kBatchTile * kBatchTile;
-  const Tensor saved = at::empty({s.rows * padded}, wide);
-  const Tensor out = at::empty(out_sizes, wide), logits = at::empty(logit_sizes, wide);
-  const Tensor gate = at::empty(gate_sizes, wide);
-  const auto result = [&](const Tensor& penalty) {
-    return std::make_tuple(out.to(type), penalty, logits.to(type), gate.to(type),
-                           save ? saved : at::empty({0}, wide));
-  };
-  if (s.batch == 0) return result(at::zeros({}, wide));
-
-  const Tensor x = widened(x_).view({s.batch, s.route_in()});
-  const std::vector<Tensor> route = widened(route_), update = widened(update_);
-  Sections kept(saved, route, update, s);
-  Tensor penalty = at::empty({}, wide);
-  if (fits_fused(route) && fits_fused(update)) {
-    const Tensor partials = at::empty({2 * mfnnr_tiles(s.batch)}, wide);
-    const Tensor ticket = at::empty({1}, wide.dtype(at::kInt));
-    dispatch_wide(wide.dtype().toScalarType(), [&](auto* pointer) {
-      using C = Element<decltype(pointer)>;
-      C10_CUDA_CHECK(mfnnr_route<C>(data<C>(x), fnn_of<C>(route, kept.route, save), routing.as<C>(),
-                                    static_cast<C>(threshold), data<C>(logits), data<C>(kept.routed),
-                                    data<C>(partials), data<unsigned>(ticket), shape, stream()));
-      C10_CUDA_CHECK(mfnnr_update<C>(context ? data<C>(x) : nullptr, data<C>(kept.routed),
-                                     fnn_of<C>(update, kept.update, save), static_cast<C>(threshold), data<C>(out),
-                                     data<C>(gate), data<C>(partials), data<unsigned>(ticket), data<C>(penalty), shape,
-                                     stream()));
-    });
-    return result(penalty);
-  }
-
-  wide_fnn(x, route, kept.route);
-  logits.view_as(kept.route.back()).copy_(kept.route.back());
-  dispatch_wide(wide.dtype().toScalarType(), [&](auto* pointer) {
-    using C = Element<decltype(pointer)>;
-    C10_CUDA_CHECK(cuda::multiplex_forward<C>(data<C>(x), data<C>(logits), data<C>(kept.routed), routing.as<C>(),
-                                              shape, stream()));
-    wide_fnn(context ? at::cat({kept.routed, x}, 1) : kept.routed, update, kept.update);
-    const Tensor& u = kept.update.back();  // [batch, n*d + n]
-    gate.view({s.batch, s.out_blocks}).copy_(u.narrow(1, s.routed(), s.out_blocks));
-    C10_CUDA_CHECK(cuda::gated_residual_forward<C>(data<C>(kept.routed), data<C>(u), data<C>(gate), data<C>(out),
-                                                   {s.batch, s.out_blocks, s.block, u.size(1), s.out_blocks},
-                                                   stream()));
-  });
-  return result(threshold == kNoPenalty ? penalty.zero_() : range_penalty_forward({logits, gate}, threshold));
-}
-
-// Backward through an FNN from the gradient of its output. Returns the gradient before the first layer's bias, that is
-// of W0 @ input; appends the gradients of the parameters to `grads`, if wanted, in their order.
-Tensor fnn_backward(Tensor grad, const Tensor& input, const std::vector<Tensor>& params,
-                    const std::vector<Tensor>& kept, bool need_params, std::vector<Tensor>& grads) {
-  std::vector<Tensor> own(need_params ? params.size() : 0);
-  for (size_t i = kept.size(); i-- > 0;) {
-    const Tensor& below = i ? kept[i - 1] : input;
-    if (need_params) {
-      own[2 * i] = at::mm(grad.t(), below);
-      own[2 * i + 1] = grad.sum(0);
+std::vector<WideLayer> wide_layers(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode,
+                                   bool context) {
+  std::vector<WideLayer> result;
+  Tensor input = x;  // only sizes are read off it
+  for (const StackedLayer& layer : layers) {
+    const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context);
+    result.push_back({sizes, RoutingArguments(x, layer.tau, layer.tau_value, layer.seed, mode),
+                      dense_all(layer.route), dense_all(layer.update)});
+    if (result.size() < layers.size()) {
+      input = x.new_empty({1}).expand(leading_and(x, {sizes.out_blocks, sizes.block}));
     }
-    if (i == 0) break;
-    grad = at::mm(grad, params[2 * i]);
-    dispatch_wide(grad.scalar_type(), [&](auto* pointer) {
-      using C = Element<decltype(pointer)>;
-      C10_CUDA_CHECK(leaky_backward<C>(data<C>(grad), data<C>(below), grad.numel(), stream()));
-    });
   }
-  grads.insert(grads.end(), own.begin(), own.end());
-  return grad;
+  return result;
 }
 
-std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out_, const OptionalTensor& grad_penalty_,
-                                   const Tensor& x_, TensorList route_, TensorList update_, const OptionalTensor& tau,
-                                   double tau_value, const OptionalTensor& seed, int64_t mode, bool context,
-                                   double threshold, const Tensor& saved, bool need_x, bool need_params) {
-  const MfnnrSizes s = check_mfnnr(x_, route_, update_, context);
-  const c10::cuda::OptionalCUDAGuard guard(x_.device());
-  const auto wide = x_.options().dtype(compute_type(x_));
-  const std::vector<StackedLayer> stack{{route_, update_, tau, tau_value, seed}};
-  if (stack_fits(x_, stack)) {
-    const StackGrads found = stack_backward(grad_out_, grad_penalty_, x_, stack, mode, context, threshold, {}, {saved},
-                                            need_x, need_params);
-    std::vector<Tensor> grads{found.x, tau ? found.taus[0] : at::zeros({}, wide)};
-    grads.insert(grads.end(), found.params.begin(), found.params.end());
-    return grads;
+// What the first linear layer of the update FNN reads.
+template <typename T>
+Joined<T> update_input(const WideLayer& layer, const Compute<T>* routed, const T* x) {
+  const int values = static_cast<int>(layer.sizes.routed()), features = static_cast<int>(layer.sizes.route_in());
+  return layer.sizes.context ? Joined<T>{routed, x, values, values + features}
+                             : Joined<T>{routed, nullptr, values, values};
+}
+template <typename T>
+Joined<T> whole(const Compute<T>* matrix, int width) {
+  return {matrix, nullptr, width, width};
+}
+inline int rows_of(const Tensor& weight) { return static_cast<int>(weight.size(0)); }
+inline int columns_of(const Tensor& weight) { return static_cast<int>(weight.size(1)); }
+
+// kept: of every linear layer; copy: of the last one once more, in T, or null.
+template <typename T>
+void fnn_forward(Joined<T> input, const std::vector<Tensor>& params, const std::vector<Compute<T>*>& kept, T* copy,
+                 int64_t batch, bool allow_tf32) {
+  for (size_t i = 0; i < kept.size(); ++i) {
+    const bool last = i + 1 == kept.size();
+    const int out = rows_of(params[2 * i]);
+    C10_CUDA_CHECK(mfnnr_linear<T>(input, data<T>(params[2 * i]), data<T>(params[2 * i + 1]), kept[i],
+                                   last ? copy : nullptr, !last, batch, out, allow_tf32, stream()));
+    input = whole<T>(kept[i], out);
   }
-  const RoutingArguments routing(x_, tau, tau_value, seed, mode);
-  TORCH_CHECK_VALUE(saved.scalar_type() == wide.dtype().toScalarType() && saved.numel() >= s.rows * s.batch,
-                    "saved: expected what mfnnr_forward returned with save = True, got ", saved.sizes());
-  if (s.batch == 0) {
-    std::vector<Tensor> grads{need_x ? at::zeros(x_.sizes(), x_.options()) : at::empty({0}, x_.options()),
-                              at::zeros({}, wide)};
-    for (TensorList list : {route_, update_}) {
-      for (const Tensor& p : list) {
-        if (need_params) grads.push_back(at::zeros(p.sizes(), p.options()));
+}
+
+// From the gradient of an FNN's output, the last of `grads`, to that of its first linear layer's output.
+template <typename T>
+void fnn_backward(const std::vector<Tensor>& params, const std::vector<Compute<T>*>& kept,
+                  const std::vector<Compute<T>*>& grads, int64_t batch, bool allow_tf32) {
+  for (size_t i = kept.size() - 1; i > 0; --i) {
+    const int out = rows_of(params[2 * i]), in = columns_of(params[2 * i]);
+    const InputGrad<T> below{kept[i - 1], nullptr, grads[i - 1], nullptr, nullptr, in};
+    C10_CUDA_CHECK(mfnnr_linear_backward<T>(grads[i], data<T>(params[2 * i]), below, batch, out, in, allow_tf32,
+                                            stream()));
+  }
+}
+
+template <typename T>
+void launch_weights(std::vector<WeightGrad<T>>& weights, const std::vector<Tensor>& taus, const Tensor& partials,
+                    int64_t batch, bool allow_tf32) {
+  for (size_t w = 0, t = 0; w < weights.size() || t < taus.size();) {
+    WeightGrads<T> some{};
+    some.batch = batch;
+    some.allow_tf32 = allow_tf32;
+    for (; w < weights.size() && some.count < kWeightsTogether; ++w) some.linear[some.count++] = weights[w];
+    if (partials.defined()) some.tau_partials = data<Compute<T>>(partials) + static_cast<int64_t>(t) * batch;
+    for (; t < taus.size() && some.taus < kTausTogether; ++t) some.tau[some.taus++] = data<Compute<T>>(taus[t]);
+    C10_CUDA_CHECK(mfnnr_weights<T>(some, stream()));
+  }
+}
+
+StackOutput wide_forward(const Tensor& x_, const std::vector<StackedLayer>& stacked, int64_t mode, bool context,
+                         double threshold, bool save) {
+  const std::vector<WideLayer> layers = wide_layers(x_, stacked, mode, context);
+  const int64_t batch = layers[0].sizes.batch, padded = (batch + kBatchTile - 1) / kBatchTile * kBatchTile;
+  const auto wide = x_.options().dtype(compute_type(x_));
+  StackOutput found;
+  found.penalty = batch ? at::empty({}, wide) : at::zeros({}, wide);
+  for (const WideLayer& layer : layers) {
+    const MfnnrSizes& s = layer.sizes;
+    found.outs.push_back(at::empty(leading_and(x_, {s.out_blocks, s.block}), x_.options()));
+    found.logits.push_back(at::empty(leading_and(x_, {s.in_blocks, s.out_blocks}), x_.options()));
+    found.gates.push_back(at::empty(leading_and(x_, {s.out_blocks}), x_.options()));
+    found.saved.push_back(at::empty({save ? s.rows * padded : 0}, wide));
+  }
+  if (batch == 0) return found;
+  const Tensor first = x_.contiguous();
+  const int64_t depth = static_cast<int64_t>(layers.size());
+  const Workspace space(x_, {depth * batch, 1});
+  const bool allow_tf32 = at::globalContext().allowTF32CuBLAS();
+  dispatch(x_.scalar_type(), [&](auto* pointer) {
+    using T = Element<decltype(pointer)>;
+    using C = Compute<T>;
+    const T* x = data<T>(first);
+    for (int64_t l = 0; l < depth; ++l) {
+      const WideLayer& layer = layers[l];
+      const MfnnrSizes& s = layer.sizes;
+      const Tensor saved = save ? found.saved[l] : at::empty({s.rows * batch}, wide);
+      const Tensor weights = at::empty({batch * s.in_blocks * s.out_blocks}, wide);
+      const Sections<C> kept(saved, layer.route, layer.update, s, true);
+      fnn_forward<T>({nullptr, x, 0, static_cast<int>(s.route_in())}, layer.route, kept.route, data<T>(found.logits[l]),
+                     batch, allow_tf32);
+      C10_CUDA_CHECK(mfnnr_route<T>(x, kept.route.back(), data<C>(weights), kept.routed, layer.routing.as<C>(),
+                                    layer.shape(), stream()));
+      fnn_forward<T>(update_input<T>(layer, kept.routed, x), layer.update, kept.update, nullptr, batch, allow_tf32);
+      C10_CUDA_CHECK(mfnnr_gate<T>(kept.routed, kept.update.back(), kept.route.back(), data<T>(found.outs[l]),
+                                   data<T>(found.gates[l]), static_cast<C>(threshold),
+                                   data<C>(space.numbers) + l * batch, static_cast<int>(depth),
+                                   l + 1 == depth ? data<C>(found.penalty) : nullptr, data<unsigned>(space.tickets),
+                                   layer.shape(), stream()));
+      x = data<T>(found.outs[l]);
+    }
+  });
+  return found;
+}
+
+StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& grad_penalty_, const Tensor& x_,
+                         const std::vector<StackedLayer>& stacked, int64_t mode, bool context, double threshold,
+                         const std::vector<Tensor>& inputs, const std::vector<Tensor>& saved, bool need_x,
+                         bool need_params) {
+  const std::vector<WideLayer> layers = wide_layers(x_, stacked, mode, context);
+  const int64_t batch = layers[0].sizes.batch, depth = static_cast<int64_t>(layers.size());
+  const auto wide = x_.options().dtype(compute_type(x_));
+  const bool has_taus = stacked[0].tau.has_value();
+  const auto made = [&](at::IntArrayRef sizes, const at::TensorOptions& options) {
+    return batch ? at::empty(sizes, options) : at::zeros(sizes, options);
+  };
+  StackGrads found{need_x ? made(x_.sizes(), x_.options()) : at::empty({0}, x_.options()), {}, {}};
+  for (const WideLayer& layer : layers) {
+    found.taus.push_back(made({}, wide));  // zero without temperatures, at no launch of its own
+    for (const auto* params : {&layer.route, &layer.update}) {
+      for (const Tensor& param : *params) {
+        if (need_params) found.params.push_back(made(param.sizes(), param.options()));
       }
     }
-    return grads;
   }
-  const Shape shape{s.batch, s.in_blocks, s.out_blocks, s.block};
-  const Tensor x = widened(x_).view({s.batch, s.route_in()});
-  const std::vector<Tensor> route = widened(route_), update = widened(update_);
-  const Sections kept(saved, route, update, s);
-  const Tensor grad_out = grad_out_ && grad_out_->defined() ? widened(*grad_out_) : Tensor();
+  if (batch == 0) return found;
+  std::vector<Tensor> xs, activations, grads;  // xs: the input of every layer; grads: of linear layers' outputs
+  for (int64_t l = 0; l < depth; ++l) {
+    const MfnnrSizes& s = layers[l].sizes;
+    const Tensor& input = l > 0 ? inputs[l - 1] : x_;
+    TORCH_CHECK_VALUE(saved[l].scalar_type() == wide.dtype().toScalarType() && saved[l].numel() >= s.rows * batch,
+                      "saved: expected what the forward returned with save = True, got ", saved[l].sizes());
+    TORCH_CHECK_VALUE(input.numel() == batch * s.route_in(), "saved: expected the input of layer ", l, ", got ",
+                      input.sizes());
+    xs.push_back(input.to(x_.scalar_type()).contiguous());
+    activations.push_back(saved[l].contiguous());
+    grads.push_back(at::empty({(s.rows - s.routed()) * batch}, wide));
+  }
   const bool penalised = grad_penalty_ && grad_penalty_->defined() && threshold != kNoPenalty;
   const Tensor grad_penalty = penalised ? grad_penalty_->to(wide) : Tensor();
-
-  const Tensor& u = kept.update.back();  // [batch, n*d + n]: new values, gates
-  const int64_t values = s.routed(), stride = u.size(1);
-  const Tensor grad_u = at::empty(u.sizes(), wide);
-  Tensor grad_routed = at::empty({s.batch, values}, wide);
-  const Tensor grad_logits = at::empty(kept.route.back().sizes(), wide);
-  const Tensor weights = need_x ? at::empty(grad_logits.sizes(), wide) : Tensor();
-  const Tensor partials = tau ? at::empty({multiplex_tau_partials(shape)}, wide) : Tensor();
-  Tensor grad_x;
-  std::vector<Tensor> grad_route, grad_update;
-  dispatch_wide(wide.dtype().toScalarType(), [&](auto* pointer) {
-    using C = Element<decltype(pointer)>;
-    C10_CUDA_CHECK(cuda::gated_residual_backward<C>(data<C>(grad_out), data<C>(kept.routed), data<C>(u),
-                                                    data<C>(u) + values, data<C>(grad_routed), data<C>(grad_u),
-                                                    data<C>(grad_u) + values, data<C>(grad_penalty),
-                                                    static_cast<C>(threshold),
-                                                    {s.batch, s.out_blocks, s.block, stride, stride}, stream()));
-    const Tensor input = context && need_params ? at::cat({kept.routed, x}, 1) : kept.routed;
-    Tensor below = fnn_backward(grad_u, input, update, kept.update, need_params, grad_update);
-    grad_routed = at::addmm(grad_routed, below, update[0].narrow(1, 0, values));
-    if (need_x && context) grad_x = at::mm(below, update[0].narrow(1, values, s.route_in()));
-
-    C10_CUDA_CHECK(cuda::multiplex_backward_logits<C>(
-        data<C>(grad_routed), data<C>(x), data<C>(kept.route.back()), data<C>(grad_logits), data<C>(weights),
-        data<C>(partials), routing.as<C>(), data<C>(grad_penalty), static_cast<C>(threshold), shape, stream()));
-    if (need_x) {
-      const Tensor total = at::empty({s.batch, s.route_in()}, wide);
-      C10_CUDA_CHECK(cuda::multiplex_backward_blocks<C>(data<C>(grad_routed), data<C>(weights), data<C>(grad_x),
-                                                        data<C>(total), shape, stream()));
-      grad_x = total;
+  const Tensor partials = has_taus ? at::empty({depth * batch}, wide) : Tensor();
+  const bool allow_tf32 = at::globalContext().allowTF32CuBLAS();
+  dispatch(x_.scalar_type(), [&](auto* pointer) {
+    using T = Element<decltype(pointer)>;
+    using C = Compute<T>;
+    Tensor grad = dense(grad_out_);
+    for (int64_t l = depth - 1; l >= 0; --l) {
+      const WideLayer& layer = layers[l];
+      const MfnnrSizes& s = layer.sizes;
+      const bool want_x = l > 0 || need_x;
+      const int values = static_cast<int>(s.routed()), features = static_cast<int>(s.route_in());
+      const Sections<C> kept(activations[l], layer.route, layer.update, s, true);
+      const Sections<C> own(grads[l], layer.route, layer.update, s, false);
+      const Tensor grad_routed = at::empty({batch * values}, wide);
+      const Tensor weights = at::empty({batch * s.in_blocks * s.out_blocks}, wide);
+      const Tensor grad_x = want_x ? at::empty({batch * features}, wide) : Tensor();
+      C10_CUDA_CHECK(mfnnr_gate_backward<T>(data<T>(grad), kept.routed, kept.update.back(), data<C>(grad_routed),
+                                            own.update.back(), data<C>(grad_penalty), static_cast<C>(threshold),
+                                            layer.shape(), stream()));
+      fnn_backward<T>(layer.update, kept.update, own.update, batch, allow_tf32);
+      const InputGrad<T> joined{nullptr,          data<C>(grad_routed),                       data<C>(grad_routed), nullptr,
+                                context ? data<C>(grad_x) : nullptr, values};
+      C10_CUDA_CHECK(mfnnr_linear_backward<T>(own.update[0], data<T>(layer.update[0]), joined, batch,
+                                              rows_of(layer.update[0]), columns_of(layer.update[0]), allow_tf32,
+                                              stream()));
+      C10_CUDA_CHECK(mfnnr_route_backward<T>(
+          data<C>(grad_routed), data<T>(xs[l]), kept.route.back(), own.route.back(), data<C>(weights), data<C>(grad_x),
+          context, has_taus ? data<C>(partials) + l * batch : nullptr, layer.routing.as<C>(), data<C>(grad_penalty),
+          static_cast<C>(threshold), layer.shape(), stream()));
+      if (!want_x && !need_params) break;  // only the temperatures were wanted
+      fnn_backward<T>(layer.route, kept.route, own.route, batch, allow_tf32);
+      if (!want_x) break;
+      grad = l > 0 ? at::empty({batch, features}, x_.options()) : found.x;
+      const InputGrad<T> last{nullptr, data<C>(grad_x), nullptr, data<T>(grad), nullptr, features};
+      C10_CUDA_CHECK(mfnnr_linear_backward<T>(own.route[0], data<T>(layer.route[0]), last, batch,
+                                              rows_of(layer.route[0]), features, allow_tf32, stream()));
     }
-    if (!need_x && !need_params) return;  // only tau was wanted
-    below = fnn_backward(grad_logits, x, route, kept.route, need_params, grad_route);
-    if (need_x) grad_x = at::addmm(grad_x, below, route[0]);
+    std::vector<WeightGrad<T>> all;
+    for (size_t l = 0, p = 0; l < layers.size() && need_params; ++l) {
+      const WideLayer& layer = layers[l];
+      const Sections<C> kept(activations[l], layer.route, layer.update, layer.sizes, true);
+      const Sections<C> own(grads[l], layer.route, layer.update, layer.sizes, false);
+      const T* x = data<T>(xs[l]);
+      const auto add = [&](Joined<T> input, const std::vector<C*>& outs, const std::vector<C*>& of_outs,
+                           const std::vector<Tensor>& params) {
+        for (size_t i = 0; i < outs.size(); ++i, p += 2) {
+          const int out = rows_of(params[2 * i]);
+          all.push_back({of_outs[i], input, data<T>(found.params[p]), data<T>(found.params[p + 1]), out});
+          input = whole<T>(outs[i], out);
+        }
+      };
+      add({nullptr, x, 0, static_cast<int>(layer.sizes.route_in())}, kept.route, own.route, layer.route);
+      add(update_input<T>(layer, kept.routed, x), kept.update, own.update, layer.update);
+    }
+    launch_weights<T>(all, found.taus, partials, batch, allow_tf32);
   });
+  return found;
+}
 
-  const auto type = x_.scalar_type();
-  std::vector<Tensor> grads{need_x ? grad_x.view(x_.sizes()).to(type) : at::empty({0}, x_.options()),
-                            tau ? partials.sum() : at::zeros({}, wide)};
-  for (const auto* list : {&grad_route, &grad_update}) {
-    for (const Tensor& grad : *list) grads.push_back(grad.to(type));
+// ---- copies, one after the other
+
+Tensor of_copy(const Tensor& tensor, int64_t copy) { return tensor.select(0, copy); }
+OptionalTensor of_copy(const OptionalTensor& tensor, int64_t copy) {
+  return tensor && tensor->defined() ? OptionalTensor(of_copy(*tensor, copy)) : OptionalTensor();
+}
+std::vector<Tensor> of_copy(TensorList tensors, int64_t copy) {
+  std::vector<Tensor> result;
+  for (const Tensor& tensor : tensors) result.push_back(of_copy(tensor, copy));
+  return result;
+}
+
+// run(copy, layers) returns a net's results.
+template <typename Run>
+auto by_copies(int64_t copies, const std::vector<StackedLayer>& layers, int64_t mode, Run run) {
+  for (const StackedLayer& layer : layers) check_routing(layer.tau, layer.tau_value, layer.seed, mode, copies);
+  std::vector<decltype(run(int64_t{}, layers))> nets;
+  for (int64_t copy = 0; copy < copies; ++copy) {
+    std::vector<std::vector<Tensor>> params;  // what `own` refers to
+    for (const StackedLayer& layer : layers) {
+      params.push_back(of_copy(layer.route, copy));
+      params.push_back(of_copy(layer.update, copy));
+    }
+    std::vector<StackedLayer> own;
+    for (size_t l = 0; l < layers.size(); ++l) {
+      own.push_back({params[2 * l], params[2 * l + 1], of_copy(layers[l].tau, copy), layers[l].tau_value,
+                     of_copy(layers[l].seed, copy)});
+    }
+    nets.push_back(run(copy, own));
   }
+  return nets;
+}
+
+// A result of all nets, with the copies in front.
+template <typename Net>
+Tensor together(const std::vector<Net>& nets, Tensor Net::* member) {
+  std::vector<Tensor> each;
+  for (const Net& net : nets) each.push_back(net.*member);
+  return at::stack(each);
+}
+template <typename Net>
+std::vector<Tensor> together(const std::vector<Net>& nets, std::vector<Tensor> Net::* member) {
+  std::vector<Tensor> results;
+  for (size_t i = 0; i < (nets[0].*member).size(); ++i) {
+    std::vector<Tensor> each;
+    for (const Net& net : nets) each.push_back((net.*member)[i]);
+    results.push_back(at::stack(each));
+  }
+  return results;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mfnnr_forward(const Tensor& x, TensorList route, TensorList update,
+                                                                 const OptionalTensor& tau, double tau_value,
+                                                                 const OptionalTensor& seed, int64_t mode, bool context,
+                                                                 double threshold, bool save) {
+  check_mfnnr(x, route, update, context);
+  const StackOutput found =
+      stack_or_layer_forward(x, {{route, update, tau, tau_value, seed}}, mode, context, threshold, save);
+  return {found.outs[0], found.penalty, found.logits[0], found.gates[0], found.saved[0]};
+}
+
+std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
+                                   TensorList route, TensorList update, const OptionalTensor& tau, double tau_value,
+                                   const OptionalTensor& seed, int64_t mode, bool context, double threshold,
+                                   const Tensor& saved, bool need_x, bool need_params) {
+  const MfnnrSizes sizes = check_mfnnr(x, route, update, context);
+  const StackGrads found =
+      stack_or_layer_backward(grad_out, grad_penalty, x, {{route, update, tau, tau_value, seed}}, mode, context,
+                              threshold, {}, {saved}, need_x, need_params);
+  const auto numbers = x.sizes().slice(0, sizes.copies ? 1 : 0);
+  std::vector<Tensor> grads{found.x, found.taus.empty() ? at::zeros(numbers, x.options().dtype(compute_type(x)))
+                                                          : found.taus[0]};
+  grads.insert(grads.end(), found.params.begin(), found.params.end());
   return grads;
 }
 
@@ -229,27 +337,43 @@ std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out_, const Option
 
 StackOutput stack_or_layer_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
                                    double threshold, bool save) {
-  if (layers.size() > 1) return stack_forward(x, layers, mode, context, threshold, save);
-  const StackedLayer& one = layers[0];
-  const auto [out, penalty, logits, gate, saved] = mfnnr_forward(x, one.route, one.update, one.tau, one.tau_value,
-                                                                 one.seed, mode, context, threshold, save);
-  return {penalty, {out}, {logits}, {gate}, {saved}};
+  const c10::cuda::OptionalCUDAGuard guard(x.device());
+  if (stack_fits(x, layers)) return stack_forward(x, layers, mode, context, threshold, save);
+  const int64_t copies = copies_of(layers[0].route);
+  if (!copies) return wide_forward(x, layers, mode, context, threshold, save);
+  const auto nets = by_copies(copies, layers, mode, [&](int64_t c, const std::vector<StackedLayer>& own) {
+    return wide_forward(of_copy(x, c), own, mode, context, threshold, save);
+  });
+  return {together(nets, &StackOutput::penalty), together(nets, &StackOutput::outs),
+          together(nets, &StackOutput::logits), together(nets, &StackOutput::gates),
+          together(nets, &StackOutput::saved)};
 }
 
 StackGrads stack_or_layer_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                                    const std::vector<StackedLayer>& layers, int64_t mode, bool context,
                                    double threshold, const std::vector<Tensor>& inputs,
                                    const std::vector<Tensor>& saved, bool need_x, bool need_params) {
-  if (layers.size() > 1) {
+  const c10::cuda::OptionalCUDAGuard guard(x.device());
+  if (stack_fits(x, layers)) {
     return stack_backward(grad_out, grad_penalty, x, layers, mode, context, threshold, inputs, saved, need_x,
                           need_params);
   }
-  const StackedLayer& one = layers[0];
-  const auto grads = mfnnr_backward(grad_out, grad_penalty, x, one.route, one.update, one.tau, one.tau_value, one.seed,
-                                    mode, context, threshold, saved[0], need_x, need_params);
-  StackGrads found{grads[0], {}, {grads.begin() + 2, grads.end()}};
-  if (one.tau) found.taus.push_back(grads[1]);
-  return found;
+  const int64_t copies = copies_of(layers[0].route);
+  if (!copies) {
+    return wide_backward(grad_out, grad_penalty, x, layers, mode, context, threshold, inputs, saved, need_x,
+                         need_params);
+  }
+  for (const auto* list : {&inputs, &saved}) {
+    for (const Tensor& kept : *list) {
+      TORCH_CHECK_VALUE(kept.dim() > 1 && kept.size(0) == copies, "saved: expected ", copies, " copies in front, got ",
+                        kept.sizes());
+    }
+  }
+  const auto nets = by_copies(copies, layers, mode, [&](int64_t c, const std::vector<StackedLayer>& own) {
+    return wide_backward(of_copy(grad_out, c), of_copy(grad_penalty, c), of_copy(x, c), own, mode, context, threshold,
+                         of_copy(inputs, c), of_copy(saved, c), need_x, need_params);
+  });
+  return {together(nets, &StackGrads::x), together(nets, &StackGrads::taus), together(nets, &StackGrads::params)};
 }
 
 TORCH_LIBRARY_IMPL(fastmod, CUDA, m) {

@@ -61,6 +61,12 @@ template <int kBytes>
 inline void copy_async(void* shared, const void* global, bool inside, int line = __builtin_LINE()) {
   cuda_host::start_async(shared, global, kBytes, inside ? kBytes : 0, line);
 }
+using SharedAddress = unsigned char*;
+inline SharedAddress shared_address(void* shared) { return static_cast<SharedAddress>(shared); }
+template <int kBytes>
+inline void copy_async_to(SharedAddress shared, const void* global, int size, int line = __builtin_LINE()) {
+  cuda_host::start_async(shared, global, kBytes, size, line);
+}
 inline void commit_copies() { cuda_host::commit_async(); }
 template <int kGroups>
 inline void wait_copies() {
@@ -179,24 +185,31 @@ __device__ inline void ldmatrix_transposed(uint32_t (&result)[4], const void* ro
                : "memory");
 }
 
-// kBytes (4, 8 or 16) from global to shared memory, zeros unless `inside`; `global` is a valid address either way.
-// There after this thread has waited, for others after a barrier on top.
+// What instructions want, and what is cheap to reckon with.
+using SharedAddress = uint32_t;
+__device__ inline SharedAddress shared_address(void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+// kBytes (4, 8 or 16) from global to shared memory, or zeros if `size` is 0 in place of kBytes; `global` is a valid
+// address either way. There after this thread has waited, for others after a barrier on top.
 template <int kBytes>
-__device__ inline void copy_async(void* shared, const void* global, bool inside) {
+__device__ inline void copy_async_to(SharedAddress shared, const void* global, int size) {
 #if __CUDA_ARCH__ >= 800
-  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int size = inside ? kBytes : 0;
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(size) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(size) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(global), "n"(kBytes), "r"(size)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(kBytes), "r"(size)
                  : "memory");
   }
 #else
-  auto* words = static_cast<uint32_t*>(shared);
+  auto* words = static_cast<uint32_t*>(__cvta_shared_to_generic(shared));
 #pragma unroll
-  for (int i = 0; i < kBytes / 4; ++i) words[i] = inside ? static_cast<const uint32_t*>(global)[i] : 0u;
+  for (int i = 0; i < kBytes / 4; ++i) words[i] = size ? static_cast<const uint32_t*>(global)[i] : 0u;
 #endif
+}
+template <int kBytes>
+__device__ inline void copy_async(void* shared, const void* global, bool inside) {
+  copy_async_to<kBytes>(shared_address(shared), global, inside ? kBytes : 0);
 }
 __device__ inline void commit_copies() {
 #if __CUDA_ARCH__ >= 800
@@ -229,7 +242,7 @@ __device__ inline uint32_t half_word(float low, float high, __nv_bfloat16*) {
 #endif
 }
 
-// value - high, bits of both in registers that need no conversion.
+// value - high, bits of both in registers that need no conversion, or the difference as a number.
 __device__ inline uint32_t tf32_rest(float value, uint32_t high) {
 #if defined(__CUDA_ARCH__)
   uint32_t rest;
@@ -237,6 +250,15 @@ __device__ inline uint32_t tf32_rest(float value, uint32_t high) {
   return rest;
 #else
   return __float_as_uint(value - __uint_as_float(high));
+#endif
+}
+__device__ inline float rest_of(float value, uint32_t high) {
+#if defined(__CUDA_ARCH__)
+  float rest;
+  asm("sub.f32 %0, %1, %2;" : "=f"(rest) : "f"(value), "r"(high));
+  return rest;
+#else
+  return value - __uint_as_float(high);
 #endif
 }
 
@@ -260,7 +282,7 @@ __device__ inline bool split_tf32(const float (&value)[4], bool precise, uint32_
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     high[i] = tf32_bits(value[i]);
-    rest[i] = value[i] - __uint_as_float(high[i]);
+    rest[i] = rest_of(value[i], high[i]);
     low[i] = tf32_bits(rest[i]);
   }
   const float all = (rest[0] + rest[1]) + (rest[2] + rest[3]);

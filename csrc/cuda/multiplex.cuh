@@ -16,6 +16,16 @@ constexpr int kChunk = 32;  // rows of M in shared memory at a time
 constexpr int kColumnThreads = 128;
 static_assert(kColumnThreads % kColumns == 0, "a thread keeps its column while it walks the rows");
 
+template <typename C>
+__device__ inline C temperature_of(const Routing<C>& routing) {
+  const C tau = routing.tau ? *routing.tau : routing.tau_value;
+  return tau > C(0) ? tau : C(NAN);  // a temperature that nobody could check gives NaN
+}
+template <typename C>
+__device__ inline int64_t seed_of(const Routing<C>& routing) {
+  return routing.seed ? *routing.seed : routing.seed_value;
+}
+
 template <typename T>
 struct ColumnTile {
   using C = Compute<T>;
@@ -36,9 +46,8 @@ struct ColumnTile {
   __device__ ColumnTile(const T* logits_, const Routing<C>& routing, const Shape& shape_, int64_t first, int64_t end,
                         C* scores_, C* top_, C* sum_, int64_t* chosen_)
       : logits(logits_), shape(shape_), mode(routing.mode), scores(scores_), top(top_), sum(sum_), chosen(chosen_) {
-    tau = routing.tau ? *routing.tau : routing.tau_value;
-    if (!(tau > 0)) tau = C(NAN);  // a temperature that nobody could check gives NaN
-    seed = routing.seed ? *routing.seed : routing.seed_value;
+    tau = temperature_of(routing);
+    seed = seed_of(routing);
     count = static_cast<int>(end - first < kColumns ? end - first : kColumns);
     column = threadIdx.x % kColumns;
     const int64_t c = first + (column < count ? column : 0);

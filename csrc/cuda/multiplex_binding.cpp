@@ -1,5 +1,5 @@
 // multiplex on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
-#include "binding.h"
+#include "image_binding.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
@@ -36,18 +36,17 @@ std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad_, const
   const Shape shape = multiplex_shape(blocks, logits);
   const auto wide = blocks.options().dtype(compute_type(blocks));
   const Tensor grad_blocks = blank_like(blocks), grad_logits = blank_like(logits);
-  const Tensor weights = at::empty(logits.sizes(), wide);
-  const Tensor partials = tau ? at::empty({multiplex_tau_partials(shape)}, wide) : Tensor();
+  const Tensor grad_tau = shape.batch == 0 ? at::zeros({}, wide) : at::empty({}, wide);
   dispatch(blocks.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
     using C = Compute<T>;
-    C10_CUDA_CHECK(cuda::multiplex_backward_logits<T>(data<T>(grad), data<T>(blocks), data<T>(logits),
-                                                      data<T>(grad_logits), data<C>(weights), data<C>(partials),
-                                                      routing.as<C>(), nullptr, C(0), shape, stream()));
-    C10_CUDA_CHECK(cuda::multiplex_backward_blocks<T>(data<T>(grad), data<C>(weights), nullptr, data<T>(grad_blocks),
-                                                      shape, stream()));
+    const Workspace space(blocks, multiplex_backward_scratch<T>(shape, tau.has_value()));
+    C10_CUDA_CHECK(cuda::multiplex_backward<T>(data<T>(grad), data<T>(blocks), data<T>(logits), nullptr,
+                                               data<T>(grad_blocks), data<T>(grad_logits), data<C>(grad_tau),
+                                               routing.as<C>(), nullptr, C(0), data<C>(space.numbers),
+                                               data<unsigned>(space.tickets), shape, stream()));
   });
-  return {grad_blocks, grad_logits, tau ? partials.sum() : at::zeros({}, wide)};
+  return {grad_blocks, grad_logits, grad_tau};
 }
 
 }  // namespace

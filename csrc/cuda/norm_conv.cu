@@ -8,14 +8,27 @@
 // tensor cores want them, fp32 as two tf32 numbers each. The taps of the filter then only differ in where they begin
 // to read.
 //
+// Several convolutions that do not wait for one another share a launch (conv_group.cuh).
+//
 // Tensor cores round towards zero when they add up. Sums of fp32 are therefore short ones, added by ordinary additions;
 // the products with low parts, which are 2^11 times smaller, have sums of their own.
+#include "conv_group.cuh"
 #include "conv_product.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 __device__ inline int at_most(int value, int most) { return value < most ? value : most; }
+
+__host__ __device__ inline bool narrow_columns(const ConvShape& shape, bool backward) {
+  return backward ? shape.shared || shape.in <= 16 : shape.out <= 16;
+}
+
+template <typename Own, typename T>
+__host__ __device__ inline typename Own::Layout layout_of(const Problem<T>& p) {
+  const bool both = Own::kBackwards ? p.grad.y != nullptr : p.input.residual != nullptr;
+  return {p.tiling, p.chunk, p.shape.kernel, both, Own::kBackwards && p.shape.shared};
+}
 
 // Pixels of a tile that are inside. Forward only: one class.
 __device__ inline int pixels_inside(const Tiling& t, const Place& place, int64_t batch, int high, int wide) {
@@ -24,20 +37,30 @@ __device__ inline int pixels_inside(const Tiling& t, const Place& place, int64_t
          at_most(wide - place.x, 1 << t.log_w);
 }
 
+template <typename T>
+struct ForwardTask {
+  Problem<T> p;
+  const T* bias;
+  T* y;
+  float* mean;
+  float* var;
+  float* partials;
+  unsigned* tickets;
+  BatchNorm<float> norm;
+  Share share;
+};
+
 // Blocks: tiles x columns x experts. Scratch: mean and squares [E, tiles, out, 2].
 template <typename T, int kM, int kN>
-__global__ void __launch_bounds__(kThreads, 2)
-    forward_kernel(const __grid_constant__ Problem<T> p, const T* bias, T* y, float* mean, float* var, float* partials,
-                   unsigned* tickets) {
+__device__ void forward(const ForwardTask<T>& task, const Block& block, unsigned char* memory, float* sums) {
   using Own = Product<T, kM, kN, false>;
   constexpr int kColumns = Own::kColumns, kRows = kThreads / kColumns;
-  FASTMOD_DYNAMIC_SHARED(memory);
-  FASTMOD_SHARED(float, sums, kThreads);
-  const int expert = blockIdx.z, column0 = blockIdx.y * kColumns;
+  const Problem<T>& p = task.p;
+  const int expert = block.z, column0 = block.y * kColumns;
   const Tiling& t = p.tiling;
-  const Place place(t, blockIdx.x);
+  const Place place(t, block.x);
   const Window window = window_of(p.shape.kernel, p.shape.stride, false, 0);
-  const Own product{p, place, window, window, memory, {t, p.chunk, p.shape.kernel, false, false}, expert, column0};
+  const Own product{p, place, window, window, memory, layout_of<Own>(p), expert, column0};
   fill_table(product.table(), t, place, window, window, p.shape.batch, p.shape.high, p.shape.wide,
              p.shape.shared ? 1 : p.shape.experts, p.shape.in);
   product.run();
@@ -47,10 +70,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int kFours = kColumns / 4;
     const int column = threadIdx.x % kFours * 4, channel = column0 + column, there = p.shape.out - channel;
     const int64_t filter = static_cast<int64_t>(expert) * p.shape.out + channel;
-    const bool vector = by_four(y, p.shape.out) && there > 0;
+    const bool vector = by_four(task.y, p.shape.out) && there > 0;
     float offset[4] = {}, total[4] = {}, squares[4] = {};
-    if (bias && there > 0) read_four(bias + filter, there, false, offset);
-    T* own = y + expert * static_cast<int64_t>(p.out_high) * p.out_wide * p.shape.out + channel;
+    if (task.bias && there > 0) read_four(task.bias + filter, there, false, offset);
+    T* own = task.y + expert * static_cast<int64_t>(p.out_high) * p.out_wide * p.shape.out + channel;
     const int64_t image = static_cast<int64_t>(p.shape.experts) * p.out_high * p.out_wide;
 #pragma unroll 2
     for (int i = threadIdx.x / kFours; i < Own::kPixels; i += kThreads / kFours) {
@@ -66,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       write_four(held, there, vector, own + (pixel.b * image + pixel.y * p.out_wide + pixel.x) * p.shape.out);
     }
-    if (!mean) return;
+    if (!task.mean) return;
     const float count = static_cast<float>(pixels_inside(t, place, p.shape.batch, p.out_high, p.out_wide));
     sum_of_columns<kColumns>(total, sums);
 #pragma unroll
@@ -80,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int j = 0; j < 4; ++j) squares[j] += (result.v[j] - total[j]) * (result.v[j] - total[j]);
     }
     sum_of_columns<kColumns>(squares, sums);
-    float* left = partials + 3 * ((static_cast<int64_t>(expert) * gridDim.x + blockIdx.x) * p.shape.out + channel);
+    float* left = task.partials + 3 * ((static_cast<int64_t>(expert) * block.across + block.x) * p.shape.out + channel);
     if (threadIdx.x < kFours) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -91,15 +114,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int column = threadIdx.x % kColumns, channel = column0 + column, row = threadIdx.x / kColumns;
   const bool there = channel < p.shape.out;
   const int64_t filter = static_cast<int64_t>(expert) * p.shape.out + channel;
-  const auto left_by = [&](int64_t block) {
-    return partials + 3 * ((static_cast<int64_t>(expert) * gridDim.x + block) * p.shape.out + channel);
+  const auto left_by = [&](int64_t other) {
+    return task.partials + 3 * ((static_cast<int64_t>(expert) * block.across + other) * p.shape.out + channel);
   };
-  unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
-  reduce_in_order<kGroup>(ticket, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
+  unsigned* ticket = task.tickets + (expert * block.down + block.y) * reduce_tickets<kGroup>(block.across);
+  reduce_in_order<kGroup>(ticket, block.x, block.across, [&](unsigned first, unsigned end, unsigned step, bool all) {
     Moments<float> moments;
 #pragma unroll 4
-    for (int64_t block = first + row * static_cast<int64_t>(step); there && block < end; block += kRows * step) {
-      moments.join(Moments<float>::read(left_by(block)));
+    for (int64_t other = first + row * static_cast<int64_t>(step); there && other < end; other += kRows * step) {
+      moments.join(Moments<float>::read(left_by(other)));
     }
     float* shared = results;  // [kRows][kColumns][3]
     moments.write(shared + 3 * threadIdx.x);
@@ -110,41 +133,86 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (other.count > 0) moments.join(other);
     }
     if (!all) return moments.write(left_by(first));
-    mean[filter] = moments.mean;
-    var[filter] = moments.squares / moments.count;
+    task.mean[filter] = moments.mean;
+    task.var[filter] = moments.squares / moments.count;
+    if (task.norm.scale) finish_norm(task.norm, filter, moments.mean, moments.squares / moments.count);
   });
 }
 
-// Blocks: tiles x columns x experts; x shared: one block for all experts. Scratch: sums for scale and shift
-// [2, E, tiles, in], then for the gate [E, B, tiles of an image, in].
-template <typename T, int kM, int kN>
-__global__ void __launch_bounds__(kThreads, 2)
-    backward_x_kernel(const __grid_constant__ Problem<T> p, T* grad_x, float* grad_scale, float* grad_shift,
-                      T* grad_gate, float* partials, unsigned* tickets) {
-  using Own = Product<T, kM, kN, true>;
-  constexpr int kColumns = Own::kColumns, kRows = kThreads / kColumns;
+// run(tiles of 16 pixels a warp, tiles of 8 columns) of a convolution.
+#pragma nv_exec_check_disable  // run is of the side that calls
+template <typename Run>
+__host__ __device__ auto by_form(const ConvShape& shape, bool backward, Run run) {
+  using One = std::integral_constant<int, 1>;
+  using Two = std::integral_constant<int, 2>;
+  using Four = std::integral_constant<int, 4>;
+  const bool few = narrow_columns(shape, backward);
+  if (half_tiles(shape, backward)) return few ? run(One{}, Two{}) : run(One{}, Four{});
+  return few ? run(Two{}, Two{}) : run(Two{}, Four{});
+}
+
+// Of shared memory; for by_form.
+template <typename T, bool kBackward>
+struct Bytes {
+  const Problem<T>& p;
+  template <typename M, typename N>
+  __host__ __device__ int operator()(M, N) const {
+    return layout_of<Product<T, M::value, N::value, kBackward>>(p).end;
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Group<ForwardTask<T>> group) {
   FASTMOD_DYNAMIC_SHARED(memory);
   FASTMOD_SHARED(float, sums, kThreads);
+  const ForwardTask<T>& task = own_task(group);
+  const Block block = block_of(task.share);
+  by_form(task.p.shape, false, [&](auto tiles_m, auto tiles_n) {
+    forward<T, decltype(tiles_m)::value, decltype(tiles_n)::value>(task, block, memory, sums);
+  });
+}
+
+template <typename T>
+struct BackwardTask {
+  Problem<T> p;
+  T* grad_x;
+  float* grad_scale;
+  float* grad_shift;
+  T* grad_gate;
+  const T* grad_sum;
+  T* grad_residual;
+  float* partials;
+  unsigned* tickets;
+  Share share;
+};
+
+// Blocks: tiles x columns x experts; x shared: one block for all experts. Scratch: sums for scale and shift
+// [2, E, tiles, in], then for the gate [E, B, tiles of an image, in].
+template <typename T, int kN>
+__device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsigned char* memory, float* sums) {
+  using Own = Product<T, 2, kN, true>;
+  constexpr int kColumns = Own::kColumns, kRows = kThreads / kColumns;
+  const Problem<T>& p = task.p;
   const Tiling& t = p.tiling;
   const ConvShape& shape = p.shape;
-  const Place place(t, blockIdx.x);
+  const Place place(t, block.x);
   const Window wy = window_of(shape.kernel, shape.stride, true, place.parity_y);
   const Window wx = window_of(shape.kernel, shape.stride, true, place.parity_x);
   const bool shared = shape.shared;
-  const int first_expert = shared ? 0 : blockIdx.z, end_expert = shared ? shape.experts : first_expert + 1;
-  const int column0 = blockIdx.y * kColumns, column = threadIdx.x % kColumns, row = threadIdx.x / kColumns;
+  const int first_expert = shared ? 0 : block.z, end_expert = shared ? shape.experts : first_expert + 1;
+  const int column0 = block.y * kColumns, column = threadIdx.x % kColumns, row = threadIdx.x / kColumns;
   const int channel = column0 + column, spread = t.classes == 4 ? 2 : 1, per_image = t.across * t.down * t.classes;
   const bool there = channel < shape.in;
-  const int64_t each = static_cast<int64_t>(gridDim.x) * shape.in, all = shape.experts * each;
+  const int64_t each = static_cast<int64_t>(block.across) * shape.in, all = shape.experts * each;
   const int64_t gates = shape.batch * per_image * shape.in;  // of an expert
-  const bool backward_affine = grad_scale != nullptr, backward_gate = grad_gate != nullptr;
+  const bool backward_affine = task.grad_scale != nullptr, backward_gate = task.grad_gate != nullptr;
+  float* partials = task.partials;
   constexpr int kFours = kColumns / 4;
   const int four = column0 + static_cast<int>(threadIdx.x) % kFours * 4, fours = shape.in - four;
-  const bool vector_x = by_four(p.input.x, shape.in) && fours > 0, vector_grad = by_four(grad_x, shape.in) && fours > 0;
+  const bool vector_x = by_four(p.input.x, shape.in) && fours > 0, vector_grad = by_four(task.grad_x, shape.in) && fours > 0;
   float of_scale[4] = {}, of_shift[4] = {};
   for (int expert = first_expert; expert < end_expert; ++expert) {
-    const Own product{p, place, wy, wx, memory, {t, p.chunk, shape.kernel, p.grad.grad_var != nullptr, shared}, expert,
-                      column0};
+    const Own product{p, place, wy, wx, memory, layout_of<Own>(p), expert, column0};
     if (expert == first_expert) {
       fill_table(product.table(), t, place, wy, wx, shape.batch, p.out_high, p.out_wide, shape.experts, shape.out);
     }
@@ -168,6 +236,18 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int64_t at = ((image * shape.high + y) * shape.wide + x) * shape.in + four;
       float read[4], of_x[4];
       read_four(p.input.x + at, fours, vector_x, read);
+      if (task.grad_sum) {
+        float added[4];
+        read_four(task.grad_sum + at, fours, false, added);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) result.v[j] += added[j];
+      }
+      if (task.grad_residual) {
+        T held[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) narrow(result.v[j], held + j);
+        write_four(held, fours, false, task.grad_residual + at);
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float before = affine[j].scale * read[j] + affine[j].shift, of_z = result.v[j];
@@ -179,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         of_shift[j] += of_value;
         of_x[j] = of_value * affine[j].scale;
       }
-      if (!grad_x) continue;
+      if (!task.grad_x) continue;
       if (shared) {
         auto& sum = *reinterpret_cast<Four<float>*>(product.found() + i * Own::kPitch + four - column0);
 #pragma unroll
@@ -192,13 +272,13 @@ __global__ void __launch_bounds__(kThreads, 2)
       T held[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) narrow(of_x[j], held + j);
-      write_four(held, fours, vector_grad, grad_x + at);
+      write_four(held, fours, vector_grad, task.grad_x + at);
     }
     if (backward_affine && (p.input.scale_rows > 1 || expert + 1 == end_expert)) {
       sum_of_columns<kColumns>(of_scale, sums);
       sum_of_columns<kColumns>(of_shift, sums);
       const int to = shared && p.input.scale_rows == 1 ? 0 : expert;
-      float* own = partials + to * each + static_cast<int64_t>(blockIdx.x) * shape.in + four;
+      float* own = partials + to * each + static_cast<int64_t>(block.x) * shape.in + four;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (threadIdx.x < kFours && j < fours) {
@@ -219,21 +299,33 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   if (backward_affine) {
-    finish_affine<kColumns>(partials, grad_scale, grad_shift, tickets, shape, p.input.scale_rows, channel, sums);
+    finish_affine<kColumns>(partials, task.grad_scale, task.grad_shift, task.tickets, shape, p.input.scale_rows, block,
+                            channel, sums);
   }
   if (!backward_gate) return;
   // The last of an image's blocks finishes its gates.
-  unsigned* ticket = tickets + affine_tickets(gridDim.x, gridDim.y, shape.experts);
-  const int64_t group = quotient(blockIdx.x, per_image);
-  if (!last_to_arrive(ticket + (group * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y, per_image)) return;
+  unsigned* ticket = task.tickets + affine_tickets(block.across, block.down, shape.experts);
+  const int64_t images = quotient(block.x, per_image);
+  if (!last_to_arrive(ticket + (images * block.deep + block.z) * block.down + block.y, per_image)) return;
   for (int expert = first_expert; expert < end_expert; ++expert) {
     const float* part = partials + 2 * all + expert * gates + channel;
     for (int image = row; there && image < 1 << t.log_b && place.b + image < shape.batch; image += kRows) {
       float total = 0;
       for (int i = 0; i < per_image; ++i) total += fresh(part + ((place.b + image) * per_image + i) * shape.in);
-      narrow(total, grad_gate + ((place.b + image) * shape.experts + expert) * shape.in + channel);
+      narrow(total, task.grad_gate + ((place.b + image) * shape.experts + expert) * shape.in + channel);
     }
   }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2) backward_x_kernel(const __grid_constant__ Group<BackwardTask<T>> group) {
+  FASTMOD_DYNAMIC_SHARED(memory);
+  FASTMOD_SHARED(float, sums, kThreads);
+  const BackwardTask<T>& task = own_task(group);
+  const Block block = block_of(task.share, task.p.shape.shared ? 1 : task.p.shape.experts);
+  by_form(task.p.shape, true, [&](auto, auto tiles_n) {
+    backward_x<T, decltype(tiles_n)::value>(task, block, memory, sums);
+  });
 }
 
 template <typename T>
@@ -248,10 +340,6 @@ Tiling product_tiling(const ConvShape& shape, bool backward) {
   const int wide = backward ? (shape.wide + spread - 1) / spread : shape.out_wide();
   return tiling_of(shape, backward, high, wide, half ? 6 : 7, half ? 300 : 256);
 }
-bool narrow_columns(const ConvShape& shape, bool backward) {
-  return backward ? shape.shared || shape.in <= 16 : shape.out <= 16;
-}
-
 int column_blocks(const ConvShape& shape, bool backward) {
   const int each = narrow_columns(shape, backward) ? 16 : 32;
   return ((backward ? shape.in : shape.out) + each - 1) / each;
@@ -277,77 +365,71 @@ Scratch norm_conv_backward_x_scratch(ConvShape shape) {
 }
 
 template <typename T>
-cudaError_t norm_conv_forward(ConvInput<T> input, const T* weight, const T* bias, T* y, Compute<T>* mean,
-                              Compute<T>* var, Compute<T>* scratch, unsigned* tickets, bool allow_tf32,
-                              ConvShape shape, cudaStream_t stream) {
-  if (shape.batch == 0) return cudaSuccess;
-  if constexpr (sizeof(T) <= 4) {
-    if (on_tensor_cores<T>(shape)) {
-      const Tiling tiling = product_tiling(shape, false);
-      const int taps = shape.kernel * shape.kernel;
-      const Problem<T> p{input, {}, weight, shape, shape.out_high(), shape.out_wide(), tiling, chunk_of<T>(shape),
-                         aligned(input.x, shape.in), aligned(weight, static_cast<int64_t>(shape.in) * taps),
-                         !allow_tf32};
-      const auto run = [&](auto tiles_m, auto tiles_n) {
-        constexpr int kM = decltype(tiles_m)::value, kN = decltype(tiles_n)::value;
-        const typename Product<T, kM, kN, false>::Layout layout(tiling, p.chunk, shape.kernel, false, false);
-        if (layout.end > kMaxShared) return cudaErrorInvalidValue;
-        const unsigned columns = static_cast<unsigned>(column_blocks(shape, false));
-        const dim3 grid(blocks_for(tiling.tiles, 1).x, columns, static_cast<unsigned>(shape.experts));
-        const auto kernel = forward_kernel<T, kM, kN>;
-        return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, kThreads, static_cast<size_t>(layout.end), stream, p, bias, y, mean,
-                                      var, scratch, tickets);
-      };
-      using One = std::integral_constant<int, 1>;
-      using Two = std::integral_constant<int, 2>;
-      using Four = std::integral_constant<int, 4>;
-      const bool few = narrow_columns(shape, false);
-      if (half_tiles(shape, false)) return few ? run(One{}, Two{}) : run(One{}, Four{});
-      return few ? run(Two{}, Two{}) : run(Two{}, Four{});
-    }
-  }
-  return plain::forward<T>(input, weight, bias, y, mean, var, scratch, tickets, shape, stream);
+cudaError_t norm_conv_forward(const ConvForward<T>* convs, int count, bool allow_tf32, cudaStream_t stream) {
+  return in_groups<T>(
+      convs, count,
+      [&](const ConvForward<T>* own, int size) -> cudaError_t {
+        if constexpr (sizeof(T) <= 4) {
+          Grouped<ForwardTask<T>> group;
+          for (int i = 0; i < size; ++i) {
+            const auto& [input, weight, bias, y, mean, var, scratch, tickets, shape, norm, gap] = own[i];
+            const Tiling tiling = product_tiling(shape, false);
+            const int64_t row = static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel;
+            const bool vector = aligned(input.x, shape.in) && (!input.residual || aligned(input.residual, shape.in));
+            const Problem<T> p{input, {}, weight, shape, shape.out_high(), shape.out_wide(), tiling,
+                               chunk_of<T>(shape), vector, aligned(weight, row) && aligned(weight, gap), !allow_tf32, gap};
+            const int bytes = by_form(shape, false, Bytes<T, false>{p});
+            group.add({p, bias, y, mean, var, scratch, tickets, norm, {}}, tiling.tiles, column_blocks(shape, false),
+                      shape.experts, bytes);
+          }
+          if (!group.fits()) return cudaErrorInvalidValue;
+          const auto kernel = forward_kernel<T>;
+          return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads,
+                                        static_cast<size_t>(group.bytes), stream, group.group);
+        }
+        return cudaErrorInvalidValue;
+      },
+      [&](const ConvForward<T>& conv) { return plain::forward<T>(conv, stream); });
 }
 
 template <typename T>
-cudaError_t norm_conv_backward_x(ConvGrad<T> grad, ConvInput<T> input, const T* weight, T* grad_x,
-                                 Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate, Compute<T>* scratch,
-                                 unsigned* tickets, bool allow_tf32, ConvShape shape, cudaStream_t stream) {
-  if (shape.batch == 0) return cudaSuccess;
-  if constexpr (sizeof(T) <= 4) {
-    if (on_tensor_cores<T>(shape)) {
-      const Tiling tiling = product_tiling(shape, true);
-      const int taps = shape.kernel * shape.kernel;
-      const bool vector = aligned(grad.grad, shape.out) && (!grad.grad_var || aligned(grad.y, shape.out));
-      const Problem<T> p{input, grad, weight, shape, shape.out_high(), shape.out_wide(), tiling, chunk_of<T>(shape),
-                         vector, aligned(weight, static_cast<int64_t>(shape.in) * taps), !allow_tf32};
-      const auto run = [&](auto tiles_n) {
-        constexpr int kN = decltype(tiles_n)::value;
-        const typename Product<T, 2, kN, true>::Layout layout(tiling, p.chunk, shape.kernel, grad.grad_var != nullptr,
-                                                                 shape.shared);
-        if (layout.end > kMaxShared) return cudaErrorInvalidValue;
-        const unsigned columns = static_cast<unsigned>(column_blocks(shape, true));
-        const unsigned experts = shape.shared ? 1 : static_cast<unsigned>(shape.experts);
-        const dim3 grid(blocks_for(tiling.tiles, 1).x, columns, experts);
-        const auto kernel = backward_x_kernel<T, 2, kN>;
-        return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, kThreads, static_cast<size_t>(layout.end), stream, p, grad_x,
-                                      grad_scale, grad_shift, grad_gate, scratch, tickets);
-      };
-      if (narrow_columns(shape, true)) return run(std::integral_constant<int, 2>{});
-      return run(std::integral_constant<int, 4>{});
-    }
-  }
-  return plain::backward_x<T>(grad, input, weight, grad_x, grad_scale, grad_shift, grad_gate, scratch, tickets, shape,
-                              stream);
+cudaError_t norm_conv_backward_x(const ConvBackwardX<T>* convs, int count, bool allow_tf32, cudaStream_t stream) {
+  return in_groups<T>(
+      convs, count,
+      [&](const ConvBackwardX<T>* own, int size) -> cudaError_t {
+        if constexpr (sizeof(T) <= 4) {
+          Grouped<BackwardTask<T>> group;
+          for (int i = 0; i < size; ++i) {
+            const ConvBackwardX<T>& conv = own[i];
+            const ConvShape& shape = conv.shape;
+            const Tiling tiling = product_tiling(shape, true);
+            const int64_t row = static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel;
+            const T *grad = conv.grad.grad, *y = conv.grad.y;
+            const bool vector = aligned(grad, shape.out) && (!y || aligned(y, shape.out));
+            const Problem<T> p{conv.input, conv.grad, conv.weight, shape, shape.out_high(), shape.out_wide(), tiling,
+                               chunk_of<T>(shape), vector,
+                               aligned(conv.weight, row) && aligned(conv.weight, conv.weight_gap), !allow_tf32,
+                               conv.weight_gap};
+            const int bytes = by_form(shape, true, Bytes<T, true>{p});
+            group.add({p, conv.grad_x, conv.grad_scale, conv.grad_shift, conv.grad_gate, conv.grad_sum,
+                       conv.grad_residual, conv.scratch, conv.tickets, {}},
+                      tiling.tiles, column_blocks(shape, true), shape.shared ? 1 : shape.experts, bytes);
+          }
+          if (!group.fits()) return cudaErrorInvalidValue;
+          const auto kernel = backward_x_kernel<T>;
+          return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads,
+                                        static_cast<size_t>(group.bytes), stream, group.group);
+        }
+        return cudaErrorInvalidValue;
+      },
+      [&](const ConvBackwardX<T>& conv) { return plain::backward_x<T>(conv, stream); });
 }
 
-#define FASTMOD_INSTANTIATE(T)                                                                                         \
-  template Scratch norm_conv_forward_scratch<T>(ConvShape);                                                            \
-  template Scratch norm_conv_backward_x_scratch<T>(ConvShape);                                                         \
-  template cudaError_t norm_conv_forward<T>(ConvInput<T>, const T*, const T*, T*, Compute<T>*, Compute<T>*,            \
-                                            Compute<T>*, unsigned*, bool, ConvShape, cudaStream_t);                    \
-  template cudaError_t norm_conv_backward_x<T>(ConvGrad<T>, ConvInput<T>, const T*, T*, Compute<T>*, Compute<T>*, T*,  \
-                                               Compute<T>*, unsigned*, bool, ConvShape, cudaStream_t);
+#define FASTMOD_INSTANTIATE(T)                                                                         \
+  template Scratch norm_conv_forward_scratch<T>(ConvShape);                                            \
+  template Scratch norm_conv_backward_x_scratch<T>(ConvShape);                                         \
+  template cudaError_t norm_conv_forward<T>(const ConvForward<T>*, int, bool, cudaStream_t);           \
+  template cudaError_t norm_conv_backward_x<T>(const ConvBackwardX<T>*, int, bool, cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

@@ -41,14 +41,35 @@ struct StatisticsGrad {
 };
 template <typename T>
 __device__ inline StatisticsGrad<Compute<T>> statistics_grad(const ConvGrad<T>& grad, int64_t channel) {
-  StatisticsGrad<Compute<T>> result;
+  using C = Compute<T>;
+  StatisticsGrad<C> result;
+  if (grad.grad_scale) {  // of a batch norm: scale = weight / sqrt(var + eps), shift = bias - mean * scale
+    const C of_shift = grad.grad_shift[channel], whole = grad.grad_scale[channel] - grad.mean[channel] * of_shift;
+    const C factor = grad.scale[channel] * grad.per_value;
+    return {-factor * of_shift, -factor * whole / (grad.var[channel] + grad.eps), grad.mean[channel]};
+  }
   if (grad.grad_mean) result.offset = grad.grad_mean[channel] * grad.per_value;
   if (grad.grad_var) {
-    result.slope = Compute<T>(2) * grad.grad_var[channel] * grad.per_value;
+    result.slope = C(2) * grad.grad_var[channel] * grad.per_value;
     result.mean = grad.mean[channel];
   }
   return result;
 }
+
+// The gradients of a batch norm's own parameters.
+template <typename T>
+__device__ inline void norm_grads(const ConvGrad<T>& grad, int64_t channel) {
+  using C = Compute<T>;
+  const C of_shift = grad.grad_shift[channel], whole = grad.grad_scale[channel] - grad.mean[channel] * of_shift;
+  if (grad.norm_weight) grad.norm_weight[channel] = whole * inverse_root(grad.var[channel] + grad.eps);
+  if (grad.norm_bias) grad.norm_bias[channel] = of_shift;
+}
+
+// Where a block stands among those of its convolution, as blockIdx and gridDim would tell: several convolutions may
+// share a launch.
+struct Block {
+  unsigned x, y, z, across, down, deep;
+};
 
 // Count, mean and sum of squared deviations, joined by the formula of Chan, Golub and LeVeque: no cancellation.
 template <typename C>
@@ -72,27 +93,27 @@ struct Moments {
 // The gradients of scale and shift, from the sums that the blocks along x and z have left for channels of a block
 // along y: partials [2, E, blocks along x, in]. A row of them is the business of one expert's blocks; of all blocks
 // where one row serves all experts, and of the blocks along x, each row in turn, where these take all experts
-// (gridDim.z is 1). Threads with the same channel, kColumns apart, share the work by way of `sums` [threads].
+// (block.deep is 1). Threads with the same channel, kColumns apart, share the work by way of `sums` [threads].
 template <int kColumns, typename C>
 __device__ inline void finish_affine(C* partials, C* grad_scale, C* grad_shift, unsigned* tickets,
-                                     const ConvShape& shape, int scale_rows, int channel, C* sums) {
+                                     const ConvShape& shape, int scale_rows, const Block& block, int channel, C* sums) {
   const int row = threadIdx.x / kColumns, rows = static_cast<int>(blockDim.x) / kColumns;
-  const int64_t across = gridDim.x, second = shape.experts * across * shape.in;
+  const int64_t across = block.across, second = shape.experts * across * shape.in;
   const bool there = channel < shape.in;
-  const bool together = scale_rows == 1 && gridDim.z > 1;  // partials of all experts are one long list
-  const int first_row = gridDim.z == 1 ? 0 : together ? 0 : static_cast<int>(blockIdx.z);
-  const int end_row = gridDim.z == 1 ? scale_rows : first_row + 1;
-  const unsigned blocks = gridDim.x * (together ? gridDim.z : 1);
-  const unsigned own = together ? blockIdx.z * gridDim.x + blockIdx.x : blockIdx.x;
-  unsigned* ticket = tickets + (first_row * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(blocks);
+  const bool together = scale_rows == 1 && block.deep > 1;  // partials of all experts are one long list
+  const int first_row = block.deep == 1 ? 0 : together ? 0 : static_cast<int>(block.z);
+  const int end_row = block.deep == 1 ? scale_rows : first_row + 1;
+  const unsigned blocks = block.across * (together ? block.deep : 1);
+  const unsigned own = together ? block.z * block.across + block.x : block.x;
+  unsigned* ticket = tickets + (first_row * block.down + block.y) * reduce_tickets<kGroup>(blocks);
   reduce_in_order<kGroup>(ticket, own, blocks, [&](unsigned first, unsigned end, unsigned step, bool all) {
     for (int r = first_row; r < end_row; ++r) {
       C* part = partials + r * across * shape.in + channel;
       C of_scale = 0, of_shift = 0;
 #pragma unroll 4
-      for (int64_t block = first + row * static_cast<int64_t>(step); there && block < end; block += rows * step) {
-        of_scale += fresh(part + block * shape.in);
-        of_shift += fresh(part + second + block * shape.in);
+      for (int64_t from = first + row * static_cast<int64_t>(step); there && from < end; from += rows * step) {
+        of_scale += fresh(part + from * shape.in);
+        of_shift += fresh(part + second + from * shape.in);
       }
       of_scale = sum_of_rows<kColumns>(of_scale, sums);
       of_shift = sum_of_rows<kColumns>(of_shift, sums);
@@ -120,16 +141,11 @@ Scratch backward_x_scratch(const ConvShape& shape);
 template <typename T>
 Scratch backward_weight_scratch(const ConvShape& shape);
 template <typename T>
-cudaError_t forward(const ConvInput<T>& input, const T* weight, const T* bias, T* y, Compute<T>* mean,
-                    Compute<T>* var, Compute<T>* scratch, unsigned* tickets, const ConvShape& shape,
-                    cudaStream_t stream);
+cudaError_t forward(const ConvForward<T>& conv, cudaStream_t stream);
 template <typename T>
-cudaError_t backward_x(const ConvGrad<T>& grad, const ConvInput<T>& input, const T* weight, T* grad_x,
-                       Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate, Compute<T>* scratch,
-                       unsigned* tickets, const ConvShape& shape, cudaStream_t stream);
+cudaError_t backward_x(const ConvBackwardX<T>& conv, cudaStream_t stream);
 template <typename T>
-cudaError_t backward_weight(const ConvGrad<T>& grad, const ConvInput<T>& input, T* grad_weight, T* grad_bias,
-                            Compute<T>* scratch, unsigned* tickets, const ConvShape& shape, cudaStream_t stream);
+cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stream);
 
 }  // namespace plain
 

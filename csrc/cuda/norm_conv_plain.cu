@@ -42,7 +42,8 @@ struct Image {
     return input.x + (image * (static_cast<int64_t>(shape.high) * shape.wide) + pixel) * shape.in;
   }
   __device__ C z(int pixel, int channel) const {
-    const C value = affine_of(input, shape.in, expert, channel)(widen(at(pixel)[channel]), input.relu);
+    C value = affine_of(input, shape.in, expert, channel)(widen(at(pixel)[channel]), input.relu);
+    if (input.residual) value += widen(input.residual[at(pixel) - input.x + channel]);
     return rounded<T>(value * gate_of(input, shape, b, expert, channel));
   }
 };
@@ -58,7 +59,7 @@ struct Gradient {
     const int64_t i = ((b * shape.experts + expert) * pixels + pixel) * shape.out + channel;
     // The offset is not added by itself: a sum over many pixels would meet the same rounding in all of them.
     C added = statistics.offset;
-    if (grad.grad_var) added += statistics.slope * (widen(grad.y[i]) - statistics.mean);
+    if (grad.y) added += statistics.slope * (widen(grad.y[i]) - statistics.mean);
     return rounded<T>(widen(grad.grad[i]) + added);
   }
   __device__ C at(int64_t b, int pixel, int channel) const {
@@ -69,10 +70,10 @@ struct Gradient {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
-    forward_kernel(const __grid_constant__ ConvInput<T> input, const T* weight, const T* bias, T* y,
-                   Compute<T>* mean, Compute<T>* var, Compute<T>* partials, unsigned* tickets,
-                   const __grid_constant__ ConvShape shape, int out_high, int out_wide) {
+    forward_kernel(const __grid_constant__ ConvForward<T> conv, int out_high, int out_wide) {
   using C = Compute<T>;
+  const ConvInput<T>& input = conv.input;
+  const ConvShape& shape = conv.shape;
   FASTMOD_SHARED(C, sums, kRows * kChannels);
   const int pixels = out_high * out_wide, tiles = tiles_of(pixels), taps = shape.kernel * shape.kernel;
   const Place at(tiles);
@@ -80,6 +81,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Image<T> image{input, shape, at.b, expert};
   const bool inside = at.channel < shape.out;
   const int64_t filter = static_cast<int64_t>(expert) * shape.out + (inside ? at.channel : 0);
+  const T* weight = conv.weight + expert * conv.weight_gap;
   C values[kEach], total = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -87,23 +89,25 @@ __global__ void __launch_bounds__(kThreads, 2)
     values[i] = 0;
     if (!inside || pixel >= pixels) continue;
     const int row = pixel / out_wide * shape.stride - pad, column = pixel % out_wide * shape.stride - pad;
-    C sum = bias ? widen(bias[filter]) : C(0);
+    C sum = conv.bias ? widen(conv.bias[filter]) : C(0);
     for (int tap = 0; tap < taps; ++tap) {
       const int from_row = row + tap / shape.kernel, from_column = column + tap % shape.kernel;
       if (from_row < 0 || from_row >= shape.high || from_column < 0 || from_column >= shape.wide) continue;
       const int from = from_row * shape.wide + from_column;
 #pragma unroll 1  // one channel where it matters; unrolled for fp64's sake, the file took three times as long to compile
       for (int k = 0; k < depth; ++k) {
-        sum += image.z(from, shape.depthwise ? at.channel : k) * widen(weight[(filter * depth + k) * taps + tap]);
+        const C z = image.z(from, shape.depthwise ? at.channel : k);
+        sum += z * widen(weight[(filter * depth + k) * taps + tap]);
+        if (input.sum && at.channel == 0) narrow(z, input.sum + (image.at(from) - input.x) + k);
       }
     }
     T held;
     narrow(sum, &held);
-    y[((at.b * shape.experts + expert) * pixels + pixel) * shape.out + at.channel] = held;
+    conv.y[((at.b * shape.experts + expert) * pixels + pixel) * shape.out + at.channel] = held;
     values[i] = widen(held);
     total += values[i];
   }
-  if (!mean) return;
+  if (!conv.mean) return;
   const int count = pixels - at.first < kPixels ? pixels - at.first : kPixels;
   const C middle = sum_of_rows<kChannels>(total, sums) / C(count);
   C squares = 0;
@@ -114,17 +118,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   squares = sum_of_rows<kChannels>(squares, sums);
   const auto left_by = [&](int64_t block) {
-    return partials + 3 * ((static_cast<int64_t>(expert) * gridDim.x + block) * shape.out + at.channel);
+    return conv.scratch + 3 * ((static_cast<int64_t>(expert) * gridDim.x + block) * shape.out + at.channel);
   };
   if (inside && at.row == 0) Moments<C>{C(count), middle, squares}.write(left_by(blockIdx.x));
-  unsigned* own = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
+  unsigned* own = conv.tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
   reduce_in_order<kGroup>(own, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
     if (at.row > 0 || !inside) return;
     Moments<C> moments;
     for (int64_t block = first; block < end; block += step) moments.join(Moments<C>::read(left_by(block)));
     if (!all) return moments.write(left_by(first));
-    mean[filter] = moments.mean;
-    var[filter] = moments.squares / moments.count;
+    conv.mean[filter] = moments.mean;
+    conv.var[filter] = moments.squares / moments.count;
+    if (conv.norm.scale) finish_norm(conv.norm, filter, moments.mean, moments.squares / moments.count);
   });
 }
 
@@ -132,11 +137,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 // what is theirs alone: a row of scale and shift, or all of them where x is shared or one row serves all experts.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
-    backward_x_kernel(const __grid_constant__ ConvGrad<T> gradient, const __grid_constant__ ConvInput<T> input,
-                      const T* weight, T* grad_x, Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate,
-                      Compute<T>* partials, unsigned* tickets, const __grid_constant__ ConvShape shape, int out_high,
-                      int out_wide) {
+    backward_x_kernel(const __grid_constant__ ConvBackwardX<T> conv, int out_high, int out_wide) {
   using C = Compute<T>;
+  const ConvInput<T>& input = conv.input;
+  const ConvShape& shape = conv.shape;
+  C* partials = conv.scratch;
   FASTMOD_SHARED(C, sums, kRows * kChannels);
   const int pixels = shape.high * shape.wide, tiles = tiles_of(pixels), taps = shape.kernel * shape.kernel;
   const Place at(tiles);
@@ -147,9 +152,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   C found[kEach] = {}, of_scale = 0, of_shift = 0;
   for (int expert = first_expert; expert < end_expert; ++expert) {
     const Image<T> image{input, shape, at.b, expert};
-    const Gradient<T> grad{gradient, shape, expert, out_high * out_wide};
+    const Gradient<T> grad{conv.grad, shape, expert, out_high * out_wide};
+    // Of a depthwise convolution one channel meets one channel.
+    const int64_t same = static_cast<int64_t>(expert) * shape.out + (shape.depthwise && inside ? at.channel : 0);
+    const StatisticsGrad<C> statistics = statistics_grad(conv.grad, same);
     const Affine<C> affine = affine_of(input, shape.in, expert, inside ? at.channel : 0);
     const C gate = gate_of(input, shape, at.b, expert, inside ? at.channel : 0);
+    const T* weight = conv.weight + expert * conv.weight_gap;
     C of_gate = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -167,9 +176,13 @@ __global__ void __launch_bounds__(kThreads, 2)
           const int channel = shape.depthwise ? at.channel : k;
           const int64_t filter = static_cast<int64_t>(expert) * shape.out + channel;
           const int64_t w = shape.depthwise ? filter : filter * shape.in + at.channel;
-          of_z += grad.at(at.b, to_row * out_wide + to_column, channel) * widen(weight[w * taps + tap]);
+          const int to = to_row * out_wide + to_column;
+          const C g = shape.depthwise ? grad.at(at.b, to, channel, statistics) : grad.at(at.b, to, channel);
+          of_z += g * widen(weight[w * taps + tap]);
         }
       }
+      if (conv.grad_sum) of_z += widen(conv.grad_sum[image.at(pixel) - input.x + at.channel]);
+      if (conv.grad_residual) narrow(of_z, conv.grad_residual + (image.at(pixel) - input.x) + at.channel);
       const C x = widen(image.at(pixel)[at.channel]), before = affine.scale * x + affine.shift;
       of_gate += of_z * (input.relu ? rectified(before) : before);
       const C of_value = input.relu && before <= C(0) ? C(0) : of_z * gate;
@@ -194,20 +207,23 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int pixel = at.first + at.row + i * kRows;
-    if (grad_x && inside && pixel < pixels) narrow(found[i], grad_x + (image * pixels + pixel) * shape.in + at.channel);
+    if (!conv.grad_x || !inside || pixel >= pixels) continue;
+    narrow(found[i], conv.grad_x + (image * pixels + pixel) * shape.in + at.channel);
   }
-  if (grad_scale) {
-    finish_affine<kChannels>(partials, grad_scale, grad_shift, tickets, shape, input.scale_rows, at.channel, sums);
+  if (conv.grad_scale) {
+    const Block block{blockIdx.x, blockIdx.y, blockIdx.z, gridDim.x, gridDim.y, gridDim.z};
+    finish_affine<kChannels>(partials, conv.grad_scale, conv.grad_shift, conv.tickets, shape, input.scale_rows, block,
+                             at.channel, sums);
   }
-  if (!grad_gate) return;
-  unsigned* own = tickets + affine_tickets(gridDim.x, gridDim.y, shape.experts);
+  if (!conv.grad_gate) return;
+  unsigned* own = conv.tickets + affine_tickets(gridDim.x, gridDim.y, shape.experts);
   if (!last_to_arrive(own + (at.b * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y, tiles)) return;
   if (!inside || at.row > 0) return;
   for (int expert = first_expert; expert < end_expert; ++expert) {
     const C* part = partials + 2 * all + expert * each + at.channel;
     C of_gate = 0;
     for (int64_t tile = at.b * tiles; tile < (at.b + 1) * tiles; ++tile) of_gate += fresh(part + tile * shape.in);
-    narrow(of_gate, grad_gate + (at.b * shape.experts + expert) * shape.in + at.channel);
+    narrow(of_gate, conv.grad_gate + (at.b * shape.experts + expert) * shape.in + at.channel);
   }
 }
 
@@ -215,10 +231,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 // [blocks, E, out, inputs, taps], then partial biases [blocks, E, out].
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
-    backward_weight_kernel(const __grid_constant__ ConvGrad<T> gradient, const __grid_constant__ ConvInput<T> input,
-                           T* grad_weight, T* grad_bias, Compute<T>* partials, unsigned* tickets,
-                           const __grid_constant__ ConvShape shape, int out_high, int out_wide) {
+    backward_weight_kernel(const __grid_constant__ ConvBackwardWeight<T> conv, int out_high, int out_wide) {
   using C = Compute<T>;
+  const ConvInput<T>& input = conv.input;
+  const ConvShape& shape = conv.shape;
+  C* partials = conv.scratch;
   FASTMOD_SHARED(C, sums, kRows * kChannels);
   const int pixels = out_high * out_wide, taps = shape.kernel * shape.kernel, pad = shape.kernel / 2;
   const int expert = blockIdx.z, across = (shape.in + kChannels - 1) / kChannels;
@@ -227,9 +244,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool inside = at.channel < shape.in;
   const int channel = shape.depthwise ? (inside ? at.channel : 0) : static_cast<int>(blockIdx.y / across);
   const int inputs = shape.depthwise ? 1 : shape.in;
-  const Gradient<T> grad{gradient, shape, expert, pixels};
+  const Gradient<T> grad{conv.grad, shape, expert, pixels};
   const int64_t filter = static_cast<int64_t>(expert) * shape.out + channel;
-  const StatisticsGrad<C> statistics = statistics_grad(gradient, filter);
+  const StatisticsGrad<C> statistics = statistics_grad(conv.grad, filter);
   const int64_t all_pixels = shape.batch * pixels, share = (all_pixels + gridDim.x - 1) / gridDim.x;
   const int64_t first = blockIdx.x * share, last = first + share < all_pixels ? first + share : all_pixels;
   C found[kMaxTaps] = {}, of_bias = 0;
@@ -251,7 +268,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * inputs * taps;
   const int64_t own = (filter * inputs + (shape.depthwise ? 0 : at.channel)) * taps;
   C* biases = partials + gridDim.x * weights;
-  const bool with_bias = grad_bias && inside && (shape.depthwise || at.channel == 0) && at.row == 0;
+  const bool once = inside && (shape.depthwise || at.channel == 0) && at.row == 0, with_bias = conv.grad_bias && once;
+  if (conv.grad.grad_scale && once && blockIdx.x == 0) norm_grads(conv.grad, filter);
 #pragma unroll
   for (int tap = 0; tap < kMaxTaps; ++tap) {
     if (tap >= taps) break;
@@ -260,20 +278,20 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   of_bias = sum_of_rows<kChannels>(of_bias, sums);
   if (with_bias) biases[blockIdx.x * filters + filter] = of_bias;
-  unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
+  unsigned* ticket = conv.tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
   reduce_in_order<kGroup>(ticket, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
     if (!inside) return;
     for (int tap = at.row; tap < taps; tap += kRows) {
       C total = 0;
       for (int64_t block = first; block < end; block += step) total += fresh(partials + block * weights + own + tap);
       if (!all) partials[first * weights + own + tap] = total;
-      else if (grad_weight) narrow(total, grad_weight + own + tap);
+      else if (conv.grad_weight) narrow(total, conv.grad_weight + own + tap);
     }
     if (!with_bias) return;
     C total = 0;
     for (int64_t block = first; block < end; block += step) total += fresh(biases + block * filters + filter);
     if (!all) biases[first * filters + filter] = total;
-    else narrow(total, grad_bias + filter);
+    else narrow(total, conv.grad_bias + filter);
   });
 }
 
@@ -312,44 +330,35 @@ Scratch backward_weight_scratch(const ConvShape& shape) {
 }
 
 template <typename T>
-cudaError_t forward(const ConvInput<T>& input, const T* weight, const T* bias, T* y, Compute<T>* mean,
-                    Compute<T>* var, Compute<T>* scratch, unsigned* tickets, const ConvShape& shape,
-                    cudaStream_t stream) {
-  const int high = shape.out_high(), wide = shape.out_wide();
-  const dim3 grid = grid_of(shape, static_cast<int64_t>(high) * wide, shape.out, shape.experts);
-  return FASTMOD_LAUNCH(forward_kernel<T>, grid, kThreads, stream, input, weight, bias, y, mean, var, scratch, tickets,
-                        shape, high, wide);
+cudaError_t forward(const ConvForward<T>& conv, cudaStream_t stream) {
+  const int high = conv.shape.out_high(), wide = conv.shape.out_wide();
+  const dim3 grid = grid_of(conv.shape, static_cast<int64_t>(high) * wide, conv.shape.out, conv.shape.experts);
+  return FASTMOD_LAUNCH(forward_kernel<T>, grid, kThreads, stream, conv, high, wide);
 }
 
 template <typename T>
-cudaError_t backward_x(const ConvGrad<T>& grad, const ConvInput<T>& input, const T* weight, T* grad_x,
-                       Compute<T>* grad_scale, Compute<T>* grad_shift, T* grad_gate, Compute<T>* scratch,
-                       unsigned* tickets, const ConvShape& shape, cudaStream_t stream) {
+cudaError_t backward_x(const ConvBackwardX<T>& conv, cudaStream_t stream) {
+  const ConvShape& shape = conv.shape;
   const dim3 grid = grid_of(shape, static_cast<int64_t>(shape.high) * shape.wide, shape.in,
                             shape.shared ? 1 : shape.experts);
-  return FASTMOD_LAUNCH(backward_x_kernel<T>, grid, kThreads, stream, grad, input, weight, grad_x, grad_scale,
-                        grad_shift, grad_gate, scratch, tickets, shape, shape.out_high(), shape.out_wide());
+  return FASTMOD_LAUNCH(backward_x_kernel<T>, grid, kThreads, stream, conv, shape.out_high(), shape.out_wide());
 }
 
 template <typename T>
-cudaError_t backward_weight(const ConvGrad<T>& grad, const ConvInput<T>& input, T* grad_weight, T* grad_bias,
-                            Compute<T>* scratch, unsigned* tickets, const ConvShape& shape, cudaStream_t stream) {
+cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stream) {
+  const ConvShape& shape = conv.shape;
   const int rows = channel_tiles(shape.in) * (shape.depthwise ? 1 : shape.out);
   const dim3 grid(weight_blocks(shape), static_cast<unsigned>(rows), static_cast<unsigned>(shape.experts));
-  return FASTMOD_LAUNCH(backward_weight_kernel<T>, grid, kThreads, stream, grad, input, grad_weight, grad_bias, scratch,
-                        tickets, shape, shape.out_high(), shape.out_wide());
+  return FASTMOD_LAUNCH(backward_weight_kernel<T>, grid, kThreads, stream, conv, shape.out_high(), shape.out_wide());
 }
 
-#define FASTMOD_INSTANTIATE(T)                                                                                        \
-  template Scratch forward_scratch<T>(const ConvShape&);                                                              \
-  template Scratch backward_x_scratch<T>(const ConvShape&);                                                           \
-  template Scratch backward_weight_scratch<T>(const ConvShape&);                                                      \
-  template cudaError_t forward<T>(const ConvInput<T>&, const T*, const T*, T*, Compute<T>*, Compute<T>*, Compute<T>*, \
-                                  unsigned*, const ConvShape&, cudaStream_t);                                         \
-  template cudaError_t backward_x<T>(const ConvGrad<T>&, const ConvInput<T>&, const T*, T*, Compute<T>*, Compute<T>*, \
-                                     T*, Compute<T>*, unsigned*, const ConvShape&, cudaStream_t);                     \
-  template cudaError_t backward_weight<T>(const ConvGrad<T>&, const ConvInput<T>&, T*, T*, Compute<T>*, unsigned*,    \
-                                          const ConvShape&, cudaStream_t);
+#define FASTMOD_INSTANTIATE(T)                                                        \
+  template Scratch forward_scratch<T>(const ConvShape&);                              \
+  template Scratch backward_x_scratch<T>(const ConvShape&);                           \
+  template Scratch backward_weight_scratch<T>(const ConvShape&);                      \
+  template cudaError_t forward<T>(const ConvForward<T>&, cudaStream_t);               \
+  template cudaError_t backward_x<T>(const ConvBackwardX<T>&, cudaStream_t);          \
+  template cudaError_t backward_weight<T>(const ConvBackwardWeight<T>&, cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

@@ -1,6 +1,6 @@
 // norm_conv: the gradient of the weight on tensor cores, the product of gradients and inputs over all pixels; see
 // norm_conv.cu.
-#include "conv_tiles.cuh"
+#include "conv_group.cuh"
 
 namespace fastmod::cuda {
 namespace {
@@ -58,7 +58,7 @@ struct WeightProduct {
       });
     };
     gradients(p.grad.grad, layout.grad);
-    if (p.grad.grad_var) gradients(p.grad.y, layout.second);
+    if (p.grad.y) gradients(p.grad.y, layout.second);
     const int64_t* entries = table();
     T* to = reinterpret_cast<T*>(memory + layout.input);
     const int64_t image = static_cast<int64_t>(shape.high) * shape.wide * shape.in;
@@ -104,7 +104,7 @@ struct WeightProduct {
       if (pixel.b < p.shape.batch && pixel.y < p.out_high && pixel.x < p.out_wide) {
         float y[kChannels] = {};
         Operand<T>::read(grad + i * kOut, v);
-        if (p.grad.grad_var) Operand<T>::read(second + i * kOut, y);
+        if (p.grad.y) Operand<T>::read(second + i * kOut, y);
 #pragma unroll
         for (int j = 0; j < kChannels; ++j) {
           v[j] += statistics[j].offset + statistics[j].slope * (y[j] - statistics[j].mean);
@@ -237,26 +237,34 @@ struct WeightProduct {
   }
 };
 
+template <typename T>
+struct Task {
+  Problem<T> p;
+  T* grad_weight;
+  T* grad_bias;
+  float* partials;
+  unsigned* tickets;
+  Share share;
+};
+
 // Blocks: shares of the tiles x (out and in channels) x experts. Scratch: partial weights [shares, E, out, in, taps],
 // then partial biases [shares, E, out].
 template <typename T, int kTaps, int kPixels, int kM>
-__global__ void __launch_bounds__(kThreads, 2)
-    backward_weight_kernel(const __grid_constant__ Problem<T> p, T* grad_weight, T* grad_bias, float* partials,
-                           unsigned* tickets) {
+__device__ void backward_weight(const Task<T>& task, const Block& block, unsigned char* memory) {
   using Own = WeightProduct<T, kTaps, kPixels, kM>;
   constexpr int kChannels = Own::kChannels, kOut = Own::kOut, kIn = Own::kIn;
-  FASTMOD_DYNAMIC_SHARED(memory);
+  const Problem<T>& p = task.p;
   const ConvShape& shape = p.shape;
   const Tiling& t = p.tiling;
-  const int expert = blockIdx.z, across = (shape.in + kIn - 1) / kIn;
-  const int out0 = blockIdx.y / across * kOut, in0 = blockIdx.y % across * kIn;
+  const int expert = block.z, across = (shape.in + kIn - 1) / kIn;
+  const int out0 = block.y / across * kOut, in0 = block.y % across * kIn;
   const Window window = window_of(shape.kernel, shape.stride, false, 0);
-  const Own product{p, window, memory, {t, p.grad.grad_var != nullptr}, expert, out0, in0};
+  const Own product{p, window, memory, {t, p.grad.y != nullptr}, expert, out0, in0};
   const int64_t filter0 = static_cast<int64_t>(expert) * shape.out + out0;
   float total[kTaps][kM][4] = {}, of_bias[kChannels] = {};
-  for (int64_t tile = blockIdx.x; tile < t.tiles; tile += gridDim.x) {
+  for (int64_t tile = block.x; tile < t.tiles; tile += block.across) {
     const Place place(t, tile);
-    if (tile == blockIdx.x) {
+    if (tile == block.x) {
       fill_table(product.table(), t, place, window, window, shape.batch, shape.high, shape.wide,
                  shape.shared ? 1 : shape.experts, shape.in);
       __syncthreads();
@@ -267,8 +275,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     product.pack_gradients(place, of_bias);
     product.pack_inputs(place);
     __syncthreads();
-    if (tile + gridDim.x < t.tiles) {
-      const Place next(t, tile + gridDim.x);
+    if (tile + block.across < t.tiles) {
+      const Place next(t, tile + block.across);
       fill_table(product.table(), t, next, window, window, shape.batch, shape.high, shape.wide,
                  shape.shared ? 1 : shape.experts, shape.in);
       __syncthreads();
@@ -292,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
   const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * shape.in * kTaps;
-  float* own = partials + blockIdx.x * weights + (filter0 * shape.in + in0) * kTaps;
+  float* own = task.partials + block.x * weights + (filter0 * shape.in + in0) * kTaps;
 #pragma unroll 2
   for (int i = threadIdx.x; i < kOut * kIn * kTaps; i += kThreads) {
     const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps), in = rest / kTaps, tap = rest % kTaps;
@@ -301,8 +309,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     own[static_cast<int64_t>(out) * shape.in * kTaps + rest] = sums[(word * 2 + in / 8) * kWarp + from];
   }
   __syncthreads();
-  const bool with_bias = grad_bias && in0 == 0;
-  float* biases = partials + gridDim.x * weights;
+  const bool with_bias = task.grad_bias && in0 == 0;
+  float* partials = task.partials;
+  float* biases = partials + block.across * weights;
+  if (p.grad.grad_scale && in0 == 0 && block.x == 0 && threadIdx.x < kOut) {
+    if (out0 + static_cast<int>(threadIdx.x) < shape.out) norm_grads(p.grad, filter0 + threadIdx.x);
+  }
   if (with_bias) {
     constexpr int kAcross = kOut / kChannels;
 #pragma unroll
@@ -313,10 +325,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (threadIdx.x < kOut && out0 + static_cast<int>(threadIdx.x) < shape.out) {
       float bias = 0;
       for (int row = 0; row < kThreads / kAcross; ++row) bias += sums[row * kOut + threadIdx.x];
-      biases[blockIdx.x * filters + filter0 + threadIdx.x] = bias;
+      biases[block.x * filters + filter0 + threadIdx.x] = bias;
     }
   }
-  unsigned* ticket = tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kShareGroup>(gridDim.x);
+  unsigned* ticket = task.tickets + (expert * block.down + block.y) * reduce_tickets<kShareGroup>(block.across);
   const auto reduce = [&](unsigned first, unsigned end, unsigned step, bool all) {
     for (int i = threadIdx.x; i < kOut * kIn * kTaps; i += kThreads) {
       const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps);
@@ -326,16 +338,52 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 4
       for (int64_t share = first; share < end; share += step) sum += fresh(partials + share * weights + at);
       if (!all) partials[first * weights + at] = sum;
-      else if (grad_weight) narrow(sum, grad_weight + at);
+      else if (task.grad_weight) narrow(sum, task.grad_weight + at);
     }
     if (!with_bias || threadIdx.x >= kOut || out0 + static_cast<int>(threadIdx.x) >= shape.out) return;
     float sum = 0;
     const float* part = biases + filter0 + threadIdx.x;
     for (int64_t share = first; share < end; share += step) sum += fresh(part + share * filters);
     if (!all) biases[first * filters + filter0 + threadIdx.x] = sum;
-    else narrow(sum, grad_bias + filter0 + threadIdx.x);
+    else narrow(sum, task.grad_bias + filter0 + threadIdx.x);
   };
-  reduce_in_order<kShareGroup>(ticket, blockIdx.x, gridDim.x, reduce);
+  reduce_in_order<kShareGroup>(ticket, block.x, block.across, reduce);
+}
+
+// run(taps, pixels, tiles of 16 outputs) of a convolution.
+#pragma nv_exec_check_disable  // run is of the side that calls
+template <typename Run>
+__host__ __device__ auto by_form(const ConvShape& shape, Run run) {
+  using One = std::integral_constant<int, 1>;
+  using Two = std::integral_constant<int, 2>;
+  using Nine = std::integral_constant<int, 9>;
+  using Usual = std::integral_constant<int, 64>;
+  using Half = std::integral_constant<int, 32>;
+  const bool few = shape.out <= 16;
+  if (shape.kernel == 1) return few ? run(One{}, Usual{}, One{}) : run(One{}, Usual{}, Two{});
+  if (half_tiles(shape, false)) return few ? run(Nine{}, Half{}, One{}) : run(Nine{}, Half{}, Two{});
+  return few ? run(Nine{}, Usual{}, One{}) : run(Nine{}, Usual{}, Two{});
+}
+
+// Of shared memory; for by_form.
+template <typename T>
+struct Bytes {
+  const Problem<T>& p;
+  template <typename Taps, typename Pixels, typename Tiles>
+  __host__ __device__ int operator()(Taps, Pixels, Tiles) const {
+    using Own = WeightProduct<T, Taps::value, Pixels::value, Tiles::value>;
+    return typename Own::Layout(p.tiling, p.grad.y != nullptr).end;
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2) backward_weight_kernel(const __grid_constant__ Group<Task<T>> group) {
+  FASTMOD_DYNAMIC_SHARED(memory);
+  const Task<T>& task = own_task(group);
+  const Block block = block_of(task.share);
+  by_form(task.p.shape, [&](auto taps, auto pixels, auto tiles) {
+    backward_weight<T, decltype(taps)::value, decltype(pixels)::value, decltype(tiles)::value>(task, block, memory);
+  });
 }
 
 Tiling weight_tiling(const ConvShape& shape) {
@@ -363,43 +411,36 @@ Scratch norm_conv_backward_weight_scratch(ConvShape shape) {
 }
 
 template <typename T>
-cudaError_t norm_conv_backward_weight(ConvGrad<T> grad, ConvInput<T> input, T* grad_weight, T* grad_bias,
-                                      Compute<T>* scratch, unsigned* tickets, bool allow_tf32, ConvShape shape,
+cudaError_t norm_conv_backward_weight(const ConvBackwardWeight<T>* convs, int count, bool allow_tf32,
                                       cudaStream_t stream) {
-  if (shape.batch == 0) return cudaSuccess;
-  if constexpr (sizeof(T) <= 4) {
-    if (on_tensor_cores<T>(shape)) {
-      const Tiling tiling = weight_tiling(shape);
-      const bool vector = aligned(grad.grad, shape.out) && (!grad.grad_var || aligned(grad.y, shape.out));
-      const Problem<T> p{input, grad, nullptr, shape, shape.out_high(), shape.out_wide(), tiling, 0,
-                         aligned(input.x, shape.in), vector, !allow_tf32};
-      const auto run = [&](auto taps, auto pixels, auto tiles_m) {
-        constexpr int kTaps = decltype(taps)::value, kPixels = decltype(pixels)::value, kM = decltype(tiles_m)::value;
-        const typename WeightProduct<T, kTaps, kPixels, kM>::Layout layout(tiling, grad.grad_var != nullptr);
-        if (layout.end > kMaxShared) return cudaErrorInvalidValue;
-        const dim3 grid(static_cast<unsigned>(weight_shares(shape)), static_cast<unsigned>(weight_blocks(shape)),
-                        static_cast<unsigned>(shape.experts));
-        const auto kernel = backward_weight_kernel<T, kTaps, kPixels, kM>;
-        return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, kThreads, static_cast<size_t>(layout.end), stream, p, grad_weight,
-                                      grad_bias, scratch, tickets);
-      };
-      const auto either = [&](auto taps, auto pixels) {
-        return shape.out <= 16 ? run(taps, pixels, std::integral_constant<int, 1>{})
-                               : run(taps, pixels, std::integral_constant<int, 2>{});
-      };
-      using Nine = std::integral_constant<int, 9>;
-      if (shape.kernel == 1) return either(std::integral_constant<int, 1>{}, std::integral_constant<int, 64>{});
-      if (half_tiles(shape, false)) return either(Nine{}, std::integral_constant<int, 32>{});
-      return either(Nine{}, std::integral_constant<int, 64>{});
-    }
-  }
-  return plain::backward_weight<T>(grad, input, grad_weight, grad_bias, scratch, tickets, shape, stream);
+  return in_groups<T>(
+      convs, count,
+      [&](const ConvBackwardWeight<T>* own, int size) -> cudaError_t {
+        if constexpr (sizeof(T) <= 4) {
+          Grouped<Task<T>> group;
+          for (int i = 0; i < size; ++i) {
+            const auto& [grad, input, grad_weight, grad_bias, scratch, tickets, shape] = own[i];
+            const Tiling tiling = weight_tiling(shape);
+            const bool vector = aligned(grad.grad, shape.out) && (!grad.y || aligned(grad.y, shape.out));
+            const Problem<T> p{input, grad, nullptr, shape, shape.out_high(), shape.out_wide(), tiling, 0,
+                               aligned(input.x, shape.in), vector, !allow_tf32};
+            const int bytes = by_form(shape, Bytes<T>{p});
+            group.add({p, grad_weight, grad_bias, scratch, tickets, {}}, weight_shares(shape), weight_blocks(shape),
+                      shape.experts, bytes);
+          }
+          if (!group.fits()) return cudaErrorInvalidValue;
+          const auto kernel = backward_weight_kernel<T>;
+          return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads,
+                                        static_cast<size_t>(group.bytes), stream, group.group);
+        }
+        return cudaErrorInvalidValue;
+      },
+      [&](const ConvBackwardWeight<T>& conv) { return plain::backward_weight<T>(conv, stream); });
 }
 
-#define FASTMOD_INSTANTIATE(T)                                                                                       \
-  template Scratch norm_conv_backward_weight_scratch<T>(ConvShape);                                                  \
-  template cudaError_t norm_conv_backward_weight<T>(ConvGrad<T>, ConvInput<T>, T*, T*, Compute<T>*, unsigned*, bool, \
-                                                    ConvShape, cudaStream_t);
+#define FASTMOD_INSTANTIATE(T)                                                                                  \
+  template Scratch norm_conv_backward_weight_scratch<T>(ConvShape);                                             \
+  template cudaError_t norm_conv_backward_weight<T>(const ConvBackwardWeight<T>*, int, bool, cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

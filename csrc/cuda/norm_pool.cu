@@ -1,78 +1,31 @@
 // norm_pool: mean over the pixels of relu(scale * x + shift); the backward in one pass.
-#include "reduce.cuh"
+#include "norm_pool.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kChannels = kWarp;
-constexpr int kRows = kThreads / kChannels;
-constexpr int kRun = 32;  // of a thread's pixels at a time: short sums, then their sum, lose fewer digits
-
-// A block has kChannels channels of one image: what is the same for all of its pixels.
-template <typename T>
-struct Place {
-  using C = Compute<T>;
-  int row, channel;
-  bool there;
-  int64_t image, expert, first;  // first: of the image's pixels, in this channel
-  C scale, shift;
-
-  __device__ Place(const PoolInput<T>& input, const SumShape& shape)
-      : row(threadIdx.x / kChannels),
-        channel(blockIdx.y * kChannels + threadIdx.x % kChannels),
-        there(channel < shape.channels),
-        image(blockIdx.x),
-        expert(image - quotient(image, shape.experts) * shape.experts),
-        first(image * shape.pixels * shape.channels + channel) {
-    scale = there ? input.scale[expert * shape.channels + channel] : C(0);
-    shift = there ? input.shift[expert * shape.channels + channel] : C(0);
-  }
-  // step(offset) for each pixel of this thread, after_run() after every few of them.
-  template <typename Step, typename AfterRun>
-  __device__ void by_pixels(const SumShape& shape, Step step, AfterRun after_run) const {
-    for (int64_t begin = row; there && begin < shape.pixels; begin += kRun * kRows) {
-#pragma unroll 4
-      for (int i = 0; i < kRun; ++i) {
-        const int64_t pixel = begin + i * kRows;
-        if (pixel < shape.pixels) step(first + pixel * shape.channels);
-      }
-      after_run();
-    }
-  }
-};
+constexpr int kThreads = kPoolThreads, kChannels = kPoolChannels, kRows = kPoolRows;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(const __grid_constant__ PoolInput<T> input, T* out, const __grid_constant__ SumShape shape) {
   using C = Compute<T>;
   FASTMOD_SHARED(C, sums, kThreads);
-  const Place<T> place(input, shape);
-  C total = 0, part = 0;
-  place.by_pixels(
-      shape,
-      [&](int64_t i) {
-        const C value = place.scale * widen(input.x[i]) + place.shift;
-        part += input.relu ? rectified(value) : value;
-      },
-      [&] {
-        total += part;
-        part = 0;
-      });
-  total = sum_of_rows<kChannels>(total, sums);
+  const PoolPlace<T> place(input, shape);
+  const C mean = pooled_mean(place, input, shape, sums);
   if (!place.there || place.row > 0) return;
-  narrow(total / C(shape.pixels), out + place.image * shape.channels + place.channel);
+  narrow(mean, out + place.image * shape.channels + place.channel);
 }
 
 // Scratch: parts of the gradients of scale and shift, [2, E, B, channels].
-template <typename T>
+template <typename T, typename G>
 __global__ void __launch_bounds__(kThreads, 2)
-    backward_kernel(const T* grad, const __grid_constant__ PoolInput<T> input,
+    backward_kernel(const G* grad, const __grid_constant__ PoolInput<T> input,
                     const __grid_constant__ PoolGrads<T> grads, Compute<T>* partials, unsigned* tickets,
                     const __grid_constant__ SumShape shape) {
   using C = Compute<T>;
   FASTMOD_SHARED(C, sums, kThreads);
-  const Place<T> place(input, shape);
+  const PoolPlace<T> place(input, shape);
   // Every pixel has the same gradient: sums without it are counts, which are exact, and short sums of x.
   const C g = place.there ? widen(grad[place.image * shape.channels + place.channel]) / C(shape.pixels) : C(0);
   C count = 0, total = 0, part = 0;
@@ -119,38 +72,54 @@ __global__ void __launch_bounds__(kThreads, 2)
   });
 }
 
-int64_t across(SumShape shape) { return (shape.channels + kChannels - 1) / kChannels; }
-
 }  // namespace
 
 template <typename T>
 cudaError_t norm_pool_forward(PoolInput<T> input, T* out, SumShape shape, cudaStream_t stream) {
   const int64_t images = shape.batch * shape.experts;
   if (images * shape.channels == 0) return cudaSuccess;
-  const dim3 grid(blocks_for(images, 1).x, static_cast<unsigned>(across(shape)));
+  const dim3 grid(blocks_for(images, 1).x, static_cast<unsigned>(pool_blocks_across(shape)));
   return FASTMOD_LAUNCH(forward_kernel<T>, grid, kThreads, stream, input, out, shape);
 }
 
 template <typename T>
 Scratch norm_pool_backward_scratch(SumShape shape) {
   return {2 * shape.experts * shape.batch * shape.channels,
-          shape.experts * across(shape) * reduce_tickets<kGroup>(shape.batch)};
+          shape.experts * pool_blocks_across(shape) * reduce_tickets<kGroup>(shape.batch)};
 }
+
+namespace {
+
+template <typename T, typename G>
+cudaError_t run_backward(const G* grad, PoolInput<T> input, PoolGrads<T> grads, Compute<T>* scratch, unsigned* tickets,
+                         SumShape shape, cudaStream_t stream) {
+  const int64_t images = shape.batch * shape.experts;
+  if (images * shape.channels == 0) return cudaSuccess;
+  const dim3 grid(blocks_for(images, 1).x, static_cast<unsigned>(pool_blocks_across(shape)));
+  const auto kernel = backward_kernel<T, G>;
+  return FASTMOD_LAUNCH(kernel, grid, kThreads, stream, grad, input, grads, scratch, tickets, shape);
+}
+
+}  // namespace
 
 template <typename T>
 cudaError_t norm_pool_backward(const T* grad, PoolInput<T> input, PoolGrads<T> grads, Compute<T>* scratch,
                                unsigned* tickets, SumShape shape, cudaStream_t stream) {
-  const int64_t images = shape.batch * shape.experts;
-  if (images * shape.channels == 0) return cudaSuccess;
-  const dim3 grid(blocks_for(images, 1).x, static_cast<unsigned>(across(shape)));
-  return FASTMOD_LAUNCH(backward_kernel<T>, grid, kThreads, stream, grad, input, grads, scratch, tickets, shape);
+  return run_backward<T, T>(grad, input, grads, scratch, tickets, shape, stream);
+}
+template <typename T>
+cudaError_t norm_pool_backward_wide(const Compute<T>* grad, PoolInput<T> input, PoolGrads<T> grads,
+                                    Compute<T>* scratch, unsigned* tickets, SumShape shape, cudaStream_t stream) {
+  return run_backward<T, Compute<T>>(grad, input, grads, scratch, tickets, shape, stream);
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                             \
   template cudaError_t norm_pool_forward<T>(PoolInput<T>, T*, SumShape, cudaStream_t);                     \
   template Scratch norm_pool_backward_scratch<T>(SumShape);                                                \
   template cudaError_t norm_pool_backward<T>(const T*, PoolInput<T>, PoolGrads<T>, Compute<T>*, unsigned*, \
-                                             SumShape, cudaStream_t);
+                                             SumShape, cudaStream_t);                                      \
+  template cudaError_t norm_pool_backward_wide<T>(const Compute<T>*, PoolInput<T>, PoolGrads<T>,           \
+                                                  Compute<T>*, unsigned*, SumShape, cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

@@ -2,6 +2,7 @@
 #include "binding.h"
 
 namespace fastmod::cuda::bindings {
+namespace {
 
 Tensor range_penalty_forward(TensorList logits, double threshold) {
   check_range_penalty(logits, threshold);
@@ -24,8 +25,6 @@ Tensor range_penalty_forward(TensorList logits, double threshold) {
   });
   return total;
 }
-
-namespace {
 
 std::vector<Tensor> range_penalty_backward(const Tensor& grad_, TensorList logits, double threshold) {
   check_range_penalty(logits, threshold);

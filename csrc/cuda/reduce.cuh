@@ -10,6 +10,23 @@ __device__ inline C rectified(C value) {
   return value <= C(0) ? C(0) : value;  // a NaN stays a NaN
 }
 
+__device__ inline float inverse_root(float value) { return 1.0f / sqrtf(value); }
+__device__ inline double inverse_root(double value) { return 1.0 / sqrt(value); }
+
+// Scale and shift of channel i, by its statistics; running statistics move.
+template <typename C>
+__device__ inline void finish_norm(const BatchNorm<C>& norm, int64_t i, C mean, C var) {
+  if (norm.running_mean) {
+    norm.running_mean[i] += norm.momentum * (mean - norm.running_mean[i]);
+    norm.running_var[i] += norm.momentum * (var * norm.bessel - norm.running_var[i]);
+  }
+  if (norm.batches && i == 0) ++*norm.batches;
+  const int64_t from = norm.gap == 0 ? i : i + quotient(i, norm.channels) * norm.gap;
+  const C factor = inverse_root(var + norm.eps) * (norm.weight ? norm.weight[from] : C(1));
+  norm.scale[i] = factor;
+  norm.shift[i] = (norm.bias ? norm.bias[from] : C(0)) - mean * factor;
+}
+
 // Written by other blocks while this one ran.
 template <typename C>
 __device__ inline C fresh(const C* address) {

@@ -11,17 +11,9 @@ __device__ inline void mix_row(int lane, int m_count, int n_count, int d_count, 
     const int group = task / d_count, d = task - group * d_count, there = n_count - 4 * group;
     const float *own = weights + 4 * group, *x = values + d;
     float total[4] = {};
-    if (there >= 4) {
-#pragma unroll 4
-      for (int m = 0; m < m_count; ++m, own += n_count, x += d_count) {
+    for (int m = 0; m < m_count; ++m, own += n_count, x += d_count) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[i] += own[i] * *x;
-      }
-    } else {
-      for (int m = 0; m < m_count; ++m, own += n_count, x += d_count) {
-#pragma unroll
-        for (int i = 0; i < 3; ++i) total[i] += (i < there ? own[i] : 0.0f) * *x;
-      }
+      for (int i = 0; i < 4; ++i) total[i] += (i < there ? own[i] : 0.0f) * *x;
     }
     float* to = values + (m_count + 4 * group) * d_count + d;
 #pragma unroll
@@ -29,6 +21,42 @@ __device__ inline void mix_row(int lane, int m_count, int n_count, int d_count, 
       if (i < there) to[i * d_count] = total[i];
     }
   }
+}
+
+// The same where n is a multiple of four and d even: two numbers of each. emit(feature, first, second): of the routed.
+template <typename Emit>
+__device__ inline void mix_row_by_pairs(int lane, int m_count, int n_count, int d_count, const float* weights,
+                                        const float* values, Emit emit) {
+  const auto pairs = static_cast<unsigned>(d_count) / 2, tasks = static_cast<unsigned>(n_count) / 4 * pairs;
+  for (auto task = static_cast<unsigned>(lane); task < tasks; task += kThreadsOfRow) {
+    const unsigned group = task / pairs, pair = task - group * pairs;
+    const auto* own = reinterpret_cast<const Four32*>(weights) + group;
+    const auto* x = reinterpret_cast<const Two32*>(values) + pair;
+    float total[4][2] = {};
+#pragma unroll 4
+    for (int m = 0; m < m_count; ++m, own += n_count / 4, x += pairs) {
+      const Four32 w = *own;
+      const Two32 both = *x;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) total[i / 2][i % 2] += w.v[i / 2] * both.v[i % 2];
+    }
+    const int feature = static_cast<int>(4 * group * d_count + 2 * pair);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) emit(feature + i * d_count, total[i][0], total[i][1]);
+  }
+}
+
+// Two numbers, to be stored at once where they are aligned for it.
+__device__ inline void store_pair(float* to, const float (&value)[2], bool at_once, const bool (&there)[2]) {
+  if (at_once) {
+    if (there[0]) *reinterpret_cast<Two32*>(to) = Two32{{value[0], value[1]}};
+    return;
+  }
+  if (there[0]) to[0] = value[0];
+  if (there[1]) to[1] = value[1];
+}
+__device__ inline bool for_pairs(const float* section, int width) {
+  return width % 2 == 0 && reinterpret_cast<uintptr_t>(section) % 8 == 0;
 }
 
 template <typename T>
@@ -40,90 +68,94 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   float* const input = part(memory.input);      // [x ; routed], each in chunks of its own
   float* const outputs = part(memory.outputs);  // [row][output] of an FNN
   const auto hidden = [&](int i) { return part(memory.hidden + (i & 1) * memory.hidden_bytes); };
-  const int per_layer = s.route + s.update, lane = threadIdx.x % kWarp;
+  const int per_layer = s.route + s.update, lane = kept(static_cast<int>(threadIdx.x) % kWarp);
   const RowThread r(s);
   float* const row_values = part(memory.values) + r.row * memory.row_values;  // [x ; routed] once more, whole
-  const int64_t tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows + lane / 4;
+  const int64_t tile_row = kept(static_cast<int64_t>(blockIdx.x) * kTileRows + lane / 4);
   WeightStream<T, false> stream(s, shared + memory.slots, 0, s.depth * per_layer, true);
 
   int m = s.m;
   for (int f = r.lane; f < padded(m * s.d); f += kThreadsOfRow) {
-    const float value = r.inside && f < m * s.d ? widen(s.x[r.at * m * s.d + f]) : 0.0f;
+    const float value = r.inside && f < m * s.d ? widen(input_of(s, 0)[r.at * m * s.d + f]) : 0.0f;
     put(input, r.row, f, value);
     if (f < m * s.d) row_values[f] = value;
   }
   float excesses = 0;
   for (int l = 0; l < s.depth; ++l) {
-    const StackLayer<T>& layer = s.layer[l];
+    const StackLayer<T> layer = layer_of(s, l, m);
     const int features = m * s.d, values = layer.n * s.d;
     float* saved = layer.saved;  // the section that comes next
     for (int i = 0; i < per_layer; ++i) {
       const bool update = i >= s.route, last = i + 1 == s.route || i + 1 == per_layer;
       const int place = update ? i - s.route : i, width = s.linear[l * per_layer + i].out;
-      const T* bias = s.linear[l * per_layer + i].bias;
+      const T* bias = bias_of(s, l * per_layer + i);
       const float* first = update && !s.context ? input + place_of(0, padded(features)) : input;
       float* const to = hidden(place);
       float* const kept = saved ? saved + tile_row * width : nullptr;
-      const bool keep[2] = {saved && tile_row < s.batch, saved && tile_row + 8 < s.batch};
+      const bool inside[2] = {tile_row < s.batch, tile_row + 8 < s.batch}, pairs = for_pairs(saved, width);
+      const int before = last && update ? values : 0, shown = width - before;  // the logits, of routing or of gates
+      T* const logits = (update ? layer.gate : layer.logits) + tile_row * shown;
       __syncthreads();  // what this layer reads has been written, what it writes has been read
       linear_layer(stream, l * per_layer + i, place ? hidden(place - 1) : first,
                    [&](int column, const float(&top)[2], const float(&bottom)[2]) {
         const bool there[2] = {column < width, column + 1 < width};
         const float offset[2] = {there[0] ? widen(bias[column]) : 0.0f, there[1] ? widen(bias[column + 1]) : 0.0f};
         float value[2][2] = {{top[0] + offset[0], top[1] + offset[1]}, {bottom[0] + offset[0], bottom[1] + offset[1]}};
-        if (last) {
-          float* own = outputs + lane / 4 * width + column;
+        if (!last) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            if (there[j]) own[j] = value[0][j];
-            if (there[j]) own[8 * width + j] = value[1][j];
+          for (int j = 0; j < 4; ++j) {
+            float& own = value[j / 2][j % 2];
+            own = fmaxf(own, own * static_cast<float>(kLeakySlope));
           }
-          return;
-        }
+          put(to, lane / 4, column, value);
+        } else {
+          float* own = outputs + lane / 4 * width + column;
+          store_pair(own, value[0], width % 2 == 0, there);
+          store_pair(own + 8 * width, value[1], width % 2 == 0, there);
+          if (column + 1 >= before) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float(&own)[2] = value[half];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) own[j] = own[j] > 0.0f ? own[j] : own[j] * static_cast<float>(kLeakySlope);
-          put(to, lane / 4 + 8 * half, column, own[0], own[1]);
-          if (!keep[half]) continue;
-          float* section = kept + half * 8 * width + column;
-          if (there[0]) section[0] = own[0];
-          if (there[1]) section[1] = own[1];
+            for (int j = 0; j < 4; ++j) {
+              const int f = column + j % 2 - before;
+              if (!there[j % 2] || f < 0 || !inside[j / 2]) continue;
+              narrow(value[j / 2][j % 2], logits + j / 2 * 8 * shown + f);
+              if (s.threshold < 0.0f) continue;
+              const float over = excess(value[j / 2][j % 2], s.threshold);
+              excesses += over * over;
+            }
+          }
         }
+        if (kept && inside[0]) store_pair(kept + column, value[0], pairs, there);
+        if (kept && inside[1]) store_pair(kept + 8 * width + column, value[1], pairs, there);
       });
+      if (saved) saved += s.batch * width;
       if (last) {
         __syncthreads();
         float* own = outputs + r.row * width;
-        if (saved && r.inside) {
-          float* section = saved + r.at * width;
-          for (int f = r.lane; f < width; f += kThreadsOfRow) section[f] = own[f];
-        }
-        const int before = update ? values : 0, shown = width - before;  // the logits, of routing or of gates
-        T* logits = (update ? layer.gate : layer.logits) + r.at * shown;
-        for (int f = r.lane; f < shown && r.inside; f += kThreadsOfRow) {
-          const float value = own[before + f];
-          narrow(value, logits + f);
-          if (s.threshold >= 0.0f) {
-            const float over = excess(value, s.threshold);
-            excesses += over * over;
-          }
-        }
-        if (saved) saved += s.batch * width;
-        __syncwarp(kAllLanes);
         if (!update) {
           const RoutingColumn column(s.mode, layer);
           for (int n = r.lane; n < layer.n; n += kThreadsOfRow) {
             column.weigh(own + n, m, layer.n, r.at * width + n);
           }
           __syncwarp(kAllLanes);
-          mix_row(r.lane, m, layer.n, s.d, own, row_values);
-          __syncwarp(kAllLanes);
           float* routed = saved && r.inside ? saved + r.at * values : nullptr;
-          for (int f = r.lane; f < padded(values); f += kThreadsOfRow) {
-            const float value = f < values ? row_values[features + f] : 0.0f;
-            put(input, r.row, padded(features) + f, value);
-            if (routed && f < values) routed[f] = value;
+          if (layer.n % 4 == 0 && s.d % 2 == 0) {
+            const bool together = for_pairs(saved, values);
+            mix_row_by_pairs(r.lane, m, layer.n, s.d, own, row_values, [&](int f, float value, float next) {
+              put(input, r.row, padded(features) + f, value, next);
+              *reinterpret_cast<Two32*>(row_values + features + f) = Two32{{value, next}};
+              if (routed) store_pair(routed + f, {value, next}, together, {true, true});
+            });
+            for (int f = values + r.lane; f < padded(values); f += kThreadsOfRow) {
+              put(input, r.row, padded(features) + f, 0.0f);
+            }
+          } else {
+            mix_row(r.lane, m, layer.n, s.d, own, row_values);
+            __syncwarp(kAllLanes);
+            for (int f = r.lane; f < padded(values); f += kThreadsOfRow) {
+              const float value = f < values ? row_values[features + f] : 0.0f;
+              put(input, r.row, padded(features) + f, value);
+              if (routed && f < values) routed[f] = value;
+            }
           }
           if (saved) saved += s.batch * values;
         } else {
@@ -134,17 +166,21 @@ __global__ void __launch_bounds__(kStackThreads, 1)
           }
           __syncwarp(kAllLanes);
           T* out = layer.out + r.at * values;
-          for (int f = r.lane; f < padded(values); f += kThreadsOfRow) {
-            T rounded;
-            narrow(f < values ? own[f] : 0.0f, &rounded);
-            put(input, r.row, f, widen(rounded));
-            if (f >= values) continue;
-            row_values[f] = widen(rounded);
-            if (r.inside) out[f] = rounded;
+          for (int f = 2 * r.lane; f < padded(values); f += 2 * kThreadsOfRow) {
+            float value[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const bool there = f + i < values;
+              T rounded;
+              narrow(there ? own[f + i] : 0.0f, &rounded);
+              value[i] = widen(rounded);
+              if (!there) continue;
+              row_values[f + i] = value[i];
+              if (r.inside) out[f + i] = rounded;
+            }
+            put(input, r.row, f, value[0], value[1]);
           }
         }
-      } else if (saved) {
-        saved += s.batch * width;
       }
     }
     m = layer.n;
@@ -152,13 +188,15 @@ __global__ void __launch_bounds__(kStackThreads, 1)
 
   __syncthreads();
   const float total = block_sum(excesses);
+  const int64_t copy = copy_of(s);
+  partials += copy * gridDim.x;
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
-  if (!last_to_arrive(ticket, gridDim.x)) return;
+  if (!last_to_arrive(ticket + copy, gridDim.x)) return;
   float sum = 0;
   for (int i = threadIdx.x; i < static_cast<int>(gridDim.x); i += kStackThreads) sum += fresh(partials + i);
   __syncthreads();
   sum = block_sum(sum);
-  if (threadIdx.x == 0) *penalty = sum;
+  if (threadIdx.x == 0) penalty[copy] = sum;
 }
 
 }  // namespace
@@ -231,8 +269,11 @@ cudaError_t smfr_forward(const Stack<T>& stack, float* penalty, float* partials,
   if (!stack_is_small(stack)) return cudaErrorInvalidValue;
   if (stack.batch == 0) return cudaSuccess;
   const StackMemory memory = stack_memory(stack, false);
-  return FASTMOD_LAUNCH_LARGE(stack_forward_kernel<T>, blocks_for(stack.batch, kTileRows), kStackThreads, memory.bytes,
-                              stream, stack, memory, penalty, partials, ticket);
+  const unsigned tiles = blocks_for(stack.batch, kTileRows).x;
+  return for_copies(stack, [&](const Stack<T>& some, unsigned copies) {
+    return FASTMOD_LAUNCH_LARGE(stack_forward_kernel<T>, dim3(tiles, copies), kStackThreads, memory.bytes, stream, some,
+                                memory, penalty, partials, ticket);
+  });
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                      \

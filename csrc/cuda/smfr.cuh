@@ -20,6 +20,20 @@ constexpr int kPairColumns = 16;  // columns of a unit: two tiles of 8
 constexpr int kThreadsOfRow = kStackThreads / kTileRows;  // row-wise work: half a warp has a row
 static_assert(kThreadsOfRow == 16 && kTileRows == 16, "a row belongs to one warp: __syncwarp orders its threads");
 
+// A number that stays in its register, where nvcc would reckon it anew wherever it is used.
+__device__ inline int kept(int value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+__device__ inline int64_t kept(int64_t value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+l"(value));
+#endif
+  return value;
+}
+
 // ---- activations: [chunk][high, low][row][16 features], so that a lane reads four neighbours of a row at once
 
 constexpr int kChunkFloats = 2 * kTileRows * kDepthStep, kLow = kTileRows * kDepthStep;
@@ -45,17 +59,33 @@ __device__ inline void split_special(float value, float* high, float* low) {
 struct alignas(8) Two32 {
   float v[2];
 };
-// Two neighbours, the first of them even.
-__device__ inline void put(float* activations, int row, int feature, float first, float second) {
+// Of kRows rows, 8 apart: two neighbours each, the first of them even.
+template <int kRows>
+__device__ inline void put(float* activations, int row, int feature, const float (&value)[kRows][2]) {
   auto* at = reinterpret_cast<Two32*>(activations + place_of(row, feature));
-  Two32 high{{__uint_as_float(tf32_bits(first)), __uint_as_float(tf32_bits(second))}};
-  Two32 low{{first - high.v[0], second - high.v[1]}};
-  if (!finite(low.v[0] + low.v[1])) {
-    split_special(first, &high.v[0], &low.v[0]);
-    split_special(second, &high.v[1], &low.v[1]);
+  Two32 high[kRows], low[kRows];
+  float all = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * kRows; ++i) {
+    high[i / 2].v[i % 2] = __uint_as_float(tf32_bits(value[i / 2][i % 2]));
+    low[i / 2].v[i % 2] = value[i / 2][i % 2] - high[i / 2].v[i % 2];
+    all = i ? all + low[i / 2].v[i % 2] : low[0].v[0];
   }
-  at[0] = high;
-  at[kLow / 2] = low;
+  if (!finite(all)) {
+#pragma unroll
+    for (int i = 0; i < 2 * kRows; ++i) {  // the other row's bits are as they would be without this one
+      if (!finite(low[i / 2].v[i % 2])) split_special(value[i / 2][i % 2], &high[i / 2].v[i % 2], &low[i / 2].v[i % 2]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    at[i * 4 * kDepthStep] = high[i];
+    at[i * 4 * kDepthStep + kLow / 2] = low[i];
+  }
+}
+__device__ inline void put(float* activations, int row, int feature, float first, float second) {
+  const float value[1][2] = {{first, second}};
+  put(activations, row, feature, value);
 }
 __device__ inline void put(float* activations, int row, int feature, float value) {
   float* at = activations + place_of(row, feature);
@@ -66,6 +96,58 @@ __device__ inline void put(float* activations, int row, int feature, float value
 __device__ inline float get(const float* activations, int row, int feature) {
   const float* at = activations + place_of(row, feature);
   return at[0] + at[kLow];
+}
+
+// ---- copies: each has rows of blocks of its own, on grid.y
+
+template <typename T>
+__device__ inline int64_t copy_of(const Stack<T>& s) {
+  return s.first_copy + blockIdx.y;
+}
+template <typename T>
+__device__ inline T* weight_of(const Stack<T>& s, int linear) {
+  const StackLinear<T>& own = s.linear[linear];
+  return own.weight + (own.shared & kSharedWeight ? 0 : copy_of(s) * own.out * own.in);
+}
+template <typename T>
+__device__ inline T* bias_of(const Stack<T>& s, int linear) {
+  const StackLinear<T>& own = s.linear[linear];
+  return own.bias + (own.shared & kSharedBias ? 0 : copy_of(s) * own.out);
+}
+// What a layer reads.
+template <typename T>
+__device__ inline const T* input_of(const Stack<T>& s, int layer) {
+  if (layer == 0) return s.x + copy_of(s) * s.x_step;
+  return s.layer[layer - 1].out + copy_of(s) * s.batch * s.layer[layer - 1].n * s.d;
+}
+// The layer with this copy's places; m: blocks that it reads.
+template <typename T>
+__device__ inline StackLayer<T> layer_of(const Stack<T>& s, int index, int m) {
+  StackLayer<T> own = s.layer[index];
+  const int64_t copy = copy_of(s), row = copy * s.batch;
+  const auto advance = [](auto*& pointer, int64_t step) {
+    if (pointer) pointer += step;
+  };
+  advance(own.out, row * own.n * s.d);
+  advance(own.logits, row * m * own.n);
+  advance(own.gate, row * own.n);
+  advance(own.saved, copy * own.rows * ((s.batch + kBatchTile - 1) / kBatchTile * kBatchTile));
+  advance(own.grads, row * (own.rows - own.n * s.d));
+  advance(own.tau, copy * own.tau_step);
+  advance(own.seed, copy * own.seed_step);
+  return own;
+}
+
+// Launches `launch(stack, copies)` for all of them: grid.y takes so many at a time.
+constexpr int64_t kCopiesAtOnce = 65535;
+template <typename T, typename Launch>
+cudaError_t for_copies(Stack<T> stack, Launch launch) {
+  cudaError_t error = cudaSuccess;
+  for (; stack.first_copy < stack.copies && error == cudaSuccess; stack.first_copy += kCopiesAtOnce) {
+    const int64_t left = stack.copies - stack.first_copy;
+    error = launch(stack, static_cast<unsigned>(left < kCopiesAtOnce ? left : kCopiesAtOnce));
+  }
+  return error;
 }
 
 // ---- the order in which weights are used
@@ -101,19 +183,25 @@ constexpr int kSlotBytes = kStages * 2 * kStackThreads * static_cast<int>(sizeof
 // backward [two k steps][two rows of the weight][two neighbouring columns].
 template <typename T, bool kBackward>
 struct WeightStream {
+  static constexpr int kUnit = 4 * static_cast<int>(sizeof(T)), kHalf = kStackThreads * kUnit;  // bytes
   const Stack<T>& s;
-  Weights4<T>* slots;  // this thread's, [stage][half], kStackThreads apart
+  unsigned char* slots;  // this thread's, [stage][half], kHalf apart
+  SharedAddress address;  // the same
   bool need_x;
+  int lane, first_column;  // of this thread, of its warp
   int linear, end, stage, column, in;
   Step step;
-  int part, chunks;  // of the sums; chunks of it that are left
+  int part, chunks;  // of the sums; chunks of it that are left, forward after the `plain` ones
   int left[2];       // forward: inputs left from this lane's first on, of each tile; backward: rows of the weight, columns
   const T *from, *second;  // forward: of each tile
   int whole;               // neighbours can be copied at once
+  int plain, size[2];      // forward: chunks that are there throughout, and what to copy of them for each tile
 
   __device__ WeightStream(const Stack<T>& stack, void* memory, int first, int end_, bool need_x_)
-      : s(stack), slots(static_cast<Weights4<T>*>(memory) + threadIdx.x), need_x(need_x_), linear(first), end(end_),
-        stage(0), from(s.x), second(s.x) {
+      : s(stack), slots(static_cast<unsigned char*>(memory) + threadIdx.x * sizeof(Weights4<T>)),
+        address(shared_address(slots)), need_x(need_x_), lane(kept(static_cast<int>(threadIdx.x) % kWarp)),
+        first_column(kept(static_cast<int>(threadIdx.x) / kWarp * kPairColumns)), linear(first), end(end_), stage(0),
+        from(s.x), second(s.x) {
     enter();
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) next();
@@ -121,18 +209,19 @@ struct WeightStream {
 
   // The first linear layer from here on in which this warp has columns.
   __device__ void enter() {
-    column = static_cast<int>(threadIdx.x) / kWarp * kPairColumns;
+    column = first_column;
     for (; linear != end; linear += kBackward ? -1 : 1) {
       step = step_of<T, kBackward>(s, linear, need_x);
       if (column < step.columns) return begin(0);
     }
     left[0] = left[1] = 0;  // units of nothing, for ever
     chunks = -1;
+    plain = 0;
     whole = false;  // any address will do
   }
   __device__ void begin(int part_) {
-    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    const T* weight = s.linear[linear].weight;
+    const int g = lane / 4, t = lane % 4;
+    const T* weight = weight_of(s, linear);
     constexpr int kTogether = kBackward ? 2 : 4;
     part = part_;
     in = s.linear[linear].in;
@@ -151,6 +240,14 @@ struct WeightStream {
       whole = in % 4 == 0 && first % 4 == 0 && depth % 4 == 0;
     }
     whole = whole && reinterpret_cast<uintptr_t>(weight) % (kTogether * sizeof(T)) == 0;
+    if constexpr (!kBackward) {
+      plain = whole ? depth / kDepthStep : 0;
+      chunks -= plain;
+      size[0] = left[0] > 0 ? kTogether * static_cast<int>(sizeof(T)) : 0;
+      size[1] = left[1] > 0 ? kTogether * static_cast<int>(sizeof(T)) : 0;
+      left[0] -= plain * kDepthStep;
+      left[1] -= plain * kDepthStep;
+    }
   }
   __device__ void end_of_part() {
     if (part == 0 && step.depth[1] > 0) return begin(1);
@@ -160,58 +257,81 @@ struct WeightStream {
     enter();
   }
 
-  // Nothing is read unless `inside`.
+  // `at`: bytes from this thread's first slot. Nothing is read unless `inside`.
   template <int kCount>
-  __device__ void copy(T* to, const T* address, bool inside) const {
+  __device__ void copy(int at, const T* source, bool inside) const {
     if constexpr (kCount * sizeof(T) >= 4) {
-      copy_async<kCount * static_cast<int>(sizeof(T))>(to, address, inside);
+      constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+      copy_async_to<kBytes>(address + at, source, inside ? kBytes : 0);
     } else {
+      T* to = reinterpret_cast<T*>(slots + at);
       narrow(0.0f, to);
-      if (inside) *to = *address;
+      if (inside) *to = *source;
     }
+  }
+
+  __device__ void next_plain() {
+    copy_async_to<kUnit>(address + stage, from, size[0]);
+    copy_async_to<kUnit>(address + stage + kHalf, second, size[1]);
+    from += kDepthStep;
+    second += kDepthStep;
+    --plain;
+  }
+  // At the end of a part, and where neighbours cannot be copied at once.
+  __device__ void next_careful() {
+    if (chunks == 0) end_of_part();
+    if (plain > 0) return next_plain();
+    if (whole) {
+      copy<4>(stage, from, left[0] > 0);
+      copy<4>(stage + kHalf, second, left[1] > 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        copy<1>(stage + i * static_cast<int>(sizeof(T)), from + i, i < left[0]);
+        copy<1>(stage + i * static_cast<int>(sizeof(T)) + kHalf, second + i, i < left[1]);
+      }
+    }
+    from += kDepthStep;
+    second += kDepthStep;
+    left[0] -= kDepthStep;
+    left[1] -= kDepthStep;
+    if (chunks > 0) --chunks;
+  }
+  __device__ void next_backward() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int pair = stage + i / 2 * kHalf + i % 2 * 2 * static_cast<int>(sizeof(T));
+      const T* source = from + static_cast<int64_t>(i) * in;
+      if (whole) {
+        copy<2>(pair, source, i < left[0] && left[1] > 0);
+      } else {
+        copy<1>(pair, source, i < left[0] && left[1] > 0);
+        copy<1>(pair + static_cast<int>(sizeof(T)), source + 1, i < left[0] && left[1] > 1);
+      }
+    }
+    from += static_cast<int64_t>(kDepthStep) * in;
+    left[0] -= kDepthStep;
+    if (--chunks == 0) end_of_part();
   }
 
   // Starts the copy of the next unit, into the slot whose unit was read last.
   __device__ void next() {
-    Weights4<T>* to = slots + stage;
     if constexpr (kBackward) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        T* pair = to[i / 2 * kStackThreads].v + i % 2 * 2;
-        const T* address = from + static_cast<int64_t>(i) * in;
-        if (whole) {
-          copy<2>(pair, address, i < left[0] && left[1] > 0);
-        } else {
-          copy<1>(pair, address, i < left[0] && left[1] > 0);
-          copy<1>(pair + 1, address + 1, i < left[0] && left[1] > 1);
-        }
-      }
-      from += static_cast<int64_t>(kDepthStep) * in;
+      next_backward();
+    } else if (plain > 0) {
+      next_plain();
     } else {
-      if (whole) {
-        copy<4>(to[0].v, from, left[0] > 0);
-        copy<4>(to[kStackThreads].v, second, left[1] > 0);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          copy<1>(to[0].v + i, from + i, i < left[0]);
-          copy<1>(to[kStackThreads].v + i, second + i, i < left[1]);
-        }
-      }
-      from += kDepthStep;
-      second += kDepthStep;
-      left[1] -= kDepthStep;
+      next_careful();
     }
-    left[0] -= kDepthStep;
-    if (--chunks == 0) end_of_part();
     commit_copies();
-    stage = stage == (kStages - 1) * 2 * kStackThreads ? 0 : stage + 2 * kStackThreads;
+    stage = stage == (kStages - 1) * 2 * kHalf ? 0 : stage + 2 * kHalf;
   }
 
   // The oldest unit, whose place the next one takes.
   __device__ void take(float (&w)[2][4]) {
     wait_copies<kStages - 1>();
-    const Weights4<T> four[2] = {slots[stage], slots[stage + kStackThreads]};
+    const Weights4<T> four[2] = {*reinterpret_cast<const Weights4<T>*>(slots + stage),
+                                 *reinterpret_cast<const Weights4<T>*>(slots + stage + kHalf)};
 #pragma unroll
     for (int i = 0; i < 8; ++i) w[i / 4][i % 4] = widen(four[i / 4].v[i % 4]);
     next();
@@ -240,18 +360,18 @@ struct alignas(16) Four32 {
 // sum of activations [row][k] times weights, for 16 columns: result[tile][as mma.cuh has d]. kProducts of high and low
 // parts: weights of 16 bits have no low part.
 template <int kProducts, typename T, bool kBackward>
-__device__ inline void multiply(WeightStream<T, kBackward>& stream, const float* activations, int chunks, bool both,
+__device__ inline void multiply(WeightStream<T, kBackward>& stream, const float* activations, int chunks, int both,
                                 float cut_off, float (&result)[2][4]) {
   constexpr bool kSplit = sizeof(T) == 4;
-  const auto* from = reinterpret_cast<const Four32*>(activations) + threadIdx.x % kWarp;
+  const auto* from = reinterpret_cast<const Four32*>(activations) + stream.lane;
   float low[2][4] = {};
 #pragma unroll
   for (int j = 0; j < 8; ++j) result[j / 4][j % 4] = 0.0f;
-#pragma unroll 1
-  for (; chunks > 0; --chunks, from += kChunkFloats / 4) {
+  const auto add_chunk = [&] {
     float w[2][4];
     stream.take(w);
     const Four32 high[2] = {from[0], from[kLow / 8]}, rest[2] = {from[kLow / 4], from[kLow / 4 + kLow / 8]};
+    from += kChunkFloats / 4;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       if (!kBackward && tile == 1 && !both) break;
@@ -281,9 +401,16 @@ __device__ inline void multiply(WeightStream<T, kBackward>& stream, const float*
           }
         }
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) low[tile][j] += cut_off * result[tile][j];
     }
+  };
+  // What two chunks cut off is given back at once, by the sum between them.
+#pragma unroll 1
+  for (; chunks > 0; chunks -= 2) {
+    add_chunk();
+    const float share = chunks > 1 ? cut_off + cut_off : cut_off;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) low[j / 4][j % 4] += share * result[j / 4][j % 4];
+    if (chunks > 1) add_chunk();
   }
 #pragma unroll
   for (int j = 0; j < 8; ++j) result[j / 4][j % 4] += low[j / 4][j % 4];
@@ -293,7 +420,7 @@ __device__ inline void multiply(WeightStream<T, kBackward>& stream, const float*
 template <typename T, bool kBackward>
 __device__ inline float plain_sum(const Stack<T>& s, int linear, const Step& step, const float* activations, int row,
                                   int column) {
-  const T* weight = s.linear[linear].weight;
+  const T* weight = weight_of(s, linear);
   const int in = s.linear[linear].in;
   float sum = 0;
   if (column >= step.columns) return sum;
@@ -315,12 +442,11 @@ __device__ inline void linear_layer(WeightStream<T, kBackward>& stream, int line
                                     Emit emit) {
   const Stack<T>& s = stream.s;
   const Step step = step_of<T, kBackward>(s, linear, stream.need_x);
-  const int lane = threadIdx.x % kWarp, t = lane % 4, chunks = step.chunks();
+  const int lane = stream.lane, t = lane % 4, chunks = step.chunks();
   const float cut_off = step.products() <= kExactDepth ? 0.0f : 2.0f * kCutOff;
-  for (int column0 = static_cast<int>(threadIdx.x) / kWarp * kPairColumns; column0 < step.columns;
-       column0 += kStackWarps * kPairColumns) {
+  for (int column0 = stream.first_column; column0 < step.columns; column0 += kStackWarps * kPairColumns) {
     float result[2][4];
-    const bool both = column0 + 8 < step.columns;
+    const int both = kept(static_cast<int>(column0 + 8 < step.columns));
     if constexpr (sizeof(T) == 4) {
       if (!s.precise) {
         multiply<1>(stream, activations, chunks, both, cut_off, result);
@@ -332,54 +458,63 @@ __device__ inline void linear_layer(WeightStream<T, kBackward>& stream, int line
     } else {
       multiply<2>(stream, activations, chunks, both, cut_off, result);
     }
-    float sum = 0;
+    float value[2][2][2];  // [pair of columns][row g or g + 8]
+    float sum = result[0][0];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sum += result[j / 4][j % 4];
-    const bool odd = !finite(sum);
+    for (int j = 1; j < 8; ++j) sum += result[j / 4][j % 4];
+    const int first = column0 + (kBackward ? 4 * t : 2 * t);
+    constexpr int kApart = kBackward ? 2 : 8;
 #pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int column = column0 + (kBackward ? 4 * t + 2 * pair : 8 * pair + 2 * t);
-      float value[2][2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          value[half][i] = kBackward ? result[i][2 * half + pair] : result[pair][2 * half + i];
-          if (!odd || finite(value[half][i])) continue;
-          value[half][i] = plain_sum<T, kBackward>(s, linear, step, activations, lane / 4 + 8 * half, column + i);
-        }
-      }
-      emit(column, value[0], value[1]);
+    for (int j = 0; j < 8; ++j) {
+      const int pair = j / 4, half = j / 2 % 2, i = j % 2;
+      value[pair][half][i] = kBackward ? result[i][2 * half + pair] : result[pair][2 * half + i];
     }
+    if (!finite(sum)) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float& own = value[j / 4][j / 2 % 2][j % 2];
+        if (finite(own)) continue;
+        const int column = first + kApart * (j / 4) + j % 2, row = lane / 4 + 8 * (j / 2 % 2);
+        own = plain_sum<T, kBackward>(s, linear, step, activations, row, column);
+      }
+    }
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) emit(first + kApart * pair, value[pair][0], value[pair][1]);
   }
 }
 
 // ---- routing of one column, (row, n), over m
 
+template <typename C = float>
 struct RoutingColumn {
   struct Extremes {
-    float top, sum;
+    C top, sum;
     int chosen;
   };
   int mode;
-  float tau;
+  C tau;
   int64_t seed;
 
+  __device__ explicit RoutingColumn(const Routing<C>& routing) : mode(routing.mode) {
+    tau = routing.tau ? *routing.tau : routing.tau_value;
+    if (!(tau > C(0))) tau = C(NAN);
+    seed = routing.seed ? *routing.seed : routing.seed_value;
+  }
   template <typename T>
   __device__ RoutingColumn(int mode_, const StackLayer<T>& layer) : mode(mode_) {
     tau = layer.tau ? *layer.tau : layer.tau_value;
     if (!(tau > 0.0f)) tau = NAN;  // as in multiplex.cuh
-    seed = layer.seed ? *layer.seed : layer.seed_value;
+    seed = layer.seed ? *layer.seed : 0;
   }
   // Logits -> scores, in place; stride: from one m to the next, in memory and in the noise, which begins at `index`.
-  __device__ Extremes scores(float* column, int count, int stride, int64_t index) const {
-    Extremes found{-INFINITY, 0.0f, 0};
+  __device__ Extremes scores(C* column, int count, int stride, int64_t index) const {
+    Extremes found{-C(INFINITY), C(0), 0};
 #pragma unroll 1
-    for (int m = 0; m < count; ++m) {
-      float value = column[m * stride];
-      if (mode == kGumbel) value += gumbel_at<float>(seed, index + static_cast<int64_t>(m) * stride);
+    for (int m = 0; m < count; ++m, column += stride, index += stride) {
+      C value = *column;
+      if (mode == kGumbel) value += gumbel_at<C>(seed, index);
       value /= tau;
-      column[m * stride] = value;
+      *column = value;
       if (value > found.top || value != value) {  // a NaN stays the maximum, as in torch
         found.top = value;
         found.chosen = m;
@@ -387,27 +522,29 @@ struct RoutingColumn {
     }
     return found;
   }
-  __device__ void add_up(const float* column, int count, int stride, Extremes& found) const {
+  __device__ void add_up(const C* column, int count, int stride, Extremes& found) const {
     for (int m = 0; m < count; ++m) found.sum += exponential(column[m * stride] - found.top);
   }
   // Logits -> weights of the forward, in place.
-  __device__ void weigh(float* column, int count, int stride, int64_t index) const {
+  __device__ void weigh(C* column, int count, int stride, int64_t index) const {
     Extremes found = scores(column, count, stride, index);
-    const int end = count * stride;
+    const C *end = column + count * stride, *chosen = column + found.chosen * stride;
+    if (mode == kSoftmax) {
 #pragma unroll 1
-    for (int i = 0; i < end && mode == kSoftmax; i += stride) {
-      column[i] = exponential(column[i] - found.top);
-      found.sum += column[i];
+      for (C* at = column; at != end; at += stride) {
+        *at = exponential(*at - found.top);
+        found.sum += *at;
+      }
     }
 #pragma unroll 1
-    for (int i = 0; i < end; i += stride) {
-      column[i] = mode == kSoftmax ? column[i] / found.sum : hard(i == found.chosen * stride, found);
+    for (C* at = column; at != end; at += stride) {
+      *at = mode == kSoftmax ? *at / found.sum : hard(at == chosen, found);
     }
   }
   // One-hot, or NaN throughout where the softmax would be: top - top is NaN for a NaN or an infinity.
-  __device__ float hard(bool chosen, const Extremes& found) const { return (chosen ? 1.0f : 0.0f) + (found.top - found.top); }
-  __device__ float soft(float score, const Extremes& found) const { return exponential(score - found.top) / found.sum; }
-  __device__ float forward_weight(float score, int m, const Extremes& found) const {
+  __device__ C hard(bool chosen, const Extremes& found) const { return (chosen ? C(1) : C(0)) + (found.top - found.top); }
+  __device__ C soft(C score, const Extremes& found) const { return exponential(score - found.top) / found.sum; }
+  __device__ C forward_weight(C score, int m, const Extremes& found) const {
     return mode == kSoftmax ? soft(score, found) : hard(m == found.chosen, found);
   }
 };
@@ -425,8 +562,9 @@ struct RowThread {
   bool inside;  // of the batch
   template <typename T>
   __device__ explicit RowThread(const Stack<T>& s)
-      : row(static_cast<int>(threadIdx.x) / kThreadsOfRow), lane(static_cast<int>(threadIdx.x) % kThreadsOfRow) {
-    at = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
+      : row(kept(static_cast<int>(threadIdx.x) / kThreadsOfRow)),
+        lane(kept(static_cast<int>(threadIdx.x) % kThreadsOfRow)) {
+    at = kept(static_cast<int64_t>(blockIdx.x) * kTileRows + row);
     inside = at < s.batch;
   }
 };

@@ -49,7 +49,7 @@ __device__ inline float route_row(const Stack<T>& s, const StackLayer<T>& layer,
   const RoutingColumn column(s.mode, layer);
   float grad_tau = 0;
   for (int n = r.lane; n < n_count; n += kThreadsOfRow) {
-    RoutingColumn::Extremes found = column.scores(weights + n, m_count, n_count, r.at * width + n);
+    auto found = column.scores(weights + n, m_count, n_count, r.at * width + n);
     column.add_up(weights + n, m_count, n_count, found);
     float mean = 0, centre = 0;  // over m, of the gradients of the weights and of the scores
     for (int m = 0; m < m_count; ++m) {
@@ -86,17 +86,19 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   const int until = grad_x ? 0 : s.layer[0].grads ? 1 : s.route;
   WeightStream<T, true> stream(s, shared + memory.slots, s.depth * per_layer - 1, until - 1, grad_x != nullptr);
   const RowThread r(s);
-  const float penalty = grad_penalty && s.threshold >= 0.0f ? 2.0f * *grad_penalty : 0.0f;
+  const int64_t copy = copy_of(s), row = copy * s.batch + r.at;  // in what all copies share
+  const float penalty = grad_penalty && s.threshold >= 0.0f ? 2.0f * grad_penalty[copy] : 0.0f;
 
   const int last_values = s.layer[s.depth - 1].n * s.d;
   for (int f = r.lane; f < last_values; f += kThreadsOfRow) {
-    p.grad_x[r.row * last_values + f] = grad_out && r.inside ? widen(grad_out[r.at * last_values + f]) : 0.0f;
+    p.grad_x[r.row * last_values + f] = grad_out && r.inside ? widen(grad_out[row * last_values + f]) : 0.0f;
   }
   __syncwarp(kAllLanes);
   for (int l = s.depth - 1; l >= 0; --l) {
-    const StackLayer<T>& layer = s.layer[l];
-    const T* x = l ? s.layer[l - 1].out : s.x;
-    const int m = l ? s.layer[l - 1].n : s.m, features = m * s.d, values = layer.n * s.d, logits = m * layer.n;
+    const int m = l ? s.layer[l - 1].n : s.m;
+    const StackLayer<T> layer = layer_of(s, l, m);
+    const T* x = input_of(s, l);
+    const int features = m * s.d, values = layer.n * s.d, logits = m * layer.n;
     const bool need_x = l > 0 || grad_x;
     // Sections end where those of the linear layer at hand begin.
     const float* saved = layer.saved;
@@ -178,12 +180,12 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     __syncthreads();
     if (tau_partials) {
       const float total = block_sum(grad_tau);
-      if (threadIdx.x == 0) tau_partials[static_cast<int64_t>(l) * gridDim.x + blockIdx.x] = total;
+      if (threadIdx.x == 0) tau_partials[(copy * s.depth + l) * gridDim.x + blockIdx.x] = total;
       __syncthreads();  // block_sum needs its memory again
     }
   }
   for (int f = r.lane; f < s.m * s.d && grad_x && r.inside; f += kThreadsOfRow) {
-    narrow(p.grad_x[r.row * s.m * s.d + f], grad_x + r.at * s.m * s.d + f);
+    narrow(p.grad_x[r.row * s.m * s.d + f], grad_x + row * s.m * s.d + f);
   }
 }
 
@@ -195,8 +197,11 @@ cudaError_t smfr_backward(const Stack<T>& stack, const T* grad_out, const float*
   if (!stack_is_small(stack)) return cudaErrorInvalidValue;
   if (stack.batch == 0) return cudaSuccess;
   const StackMemory memory = stack_memory(stack, true);
-  return FASTMOD_LAUNCH_LARGE(stack_backward_kernel<T>, blocks_for(stack.batch, kTileRows), kStackThreads, memory.bytes,
-                              stream, stack, memory, grad_out, grad_penalty, grad_x, tau_partials);
+  const unsigned tiles = blocks_for(stack.batch, kTileRows).x;
+  return for_copies(stack, [&](const Stack<T>& some, unsigned copies) {
+    return FASTMOD_LAUNCH_LARGE(stack_backward_kernel<T>, dim3(tiles, copies), kStackThreads, memory.bytes, stream,
+                                some, memory, grad_out, grad_penalty, grad_x, tau_partials);
+  });
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                             \

@@ -11,12 +11,24 @@ struct LayerTensors {
   std::vector<Tensor> params;  // route, update
 };
 
-std::vector<Tensor> contiguous(TensorList route, TensorList update) {
+// Contiguous, or, of a tensor with copies in front, contiguous within each and the same for all: then its step is 0.
+Tensor contiguous(const Tensor& tensor, int64_t copies) {
+  if (!copies || tensor.stride(0) != 0) return tensor.contiguous();
+  return tensor.select(0, 0).contiguous().expand(tensor.sizes());
+}
+std::vector<Tensor> contiguous(TensorList route, TensorList update, int64_t copies) {
   std::vector<Tensor> result;
   for (const TensorList list : {route, update}) {
-    for (const Tensor& tensor : list) result.push_back(tensor.contiguous());
+    for (const Tensor& tensor : list) result.push_back(contiguous(tensor, copies));
   }
   return result;
+}
+// From one copy to the next.
+int64_t step_of(const Tensor& tensor, int64_t copies) { return copies && tensor.defined() ? tensor.stride(0) : 0; }
+
+std::vector<int64_t> each_copy(int64_t copies, std::vector<int64_t> sizes) {
+  if (copies) sizes.insert(sizes.begin(), copies);
+  return sizes;
 }
 
 std::vector<int64_t> batch_and(const Tensor& x, std::initializer_list<int64_t> trailing) {
@@ -30,8 +42,11 @@ Stack<T> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, bool
                   std::vector<LayerTensors>& kept) {
   Stack<T> stack{};
   const MfnnrSizes& first = kept[0].sizes;
+  const int64_t copies = first.copies;
   stack.batch = first.batch;
+  stack.copies = first.nets();
   stack.x = data<T>(x);
+  stack.x_step = step_of(x, copies);
   stack.depth = static_cast<int>(layers.size());
   stack.m = static_cast<int>(first.in_blocks);
   stack.d = static_cast<int>(first.block);
@@ -46,16 +61,19 @@ Stack<T> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, bool
     StackLayer<T>& layer = stack.layer[l];
     layer.tau = const_cast<float*>(routing.tau);
     layer.seed = routing.seed;
-    layer.seed_value = routing.seed_value;
     layer.tau_value = routing.tau_value;
     layer.n = static_cast<int>(kept[l].sizes.out_blocks);
+    layer.rows = static_cast<int>(kept[l].sizes.rows);
+    layer.tau_step = small(step_of(kept[l].routing.tau, copies), "tau: a step");
+    layer.seed_step = routing.seed ? small(step_of(*layers[l].seed, copies), "seed: a step") : 0;
     const size_t per_layer = kept[l].params.size() / 2;
     for (size_t i = 0; i < per_layer; ++i) {
       const Tensor &weight = kept[l].params[2 * i], &bias = kept[l].params[2 * i + 1];
       const bool joined = context && static_cast<int>(i) == stack.route;
-      stack.linear[l * per_layer + i] = {data<T>(weight), data<T>(bias), static_cast<int>(weight.size(0)),
-                                         static_cast<int>(weight.size(1)),
-                                         joined ? static_cast<int>(kept[l].sizes.routed()) : 0};
+      const int shared = (step_of(weight, copies) ? 0 : kSharedWeight) + (step_of(bias, copies) ? 0 : kSharedBias);
+      stack.linear[l * per_layer + i] = {data<T>(weight), data<T>(bias), static_cast<int>(weight.size(-2)),
+                                         static_cast<int>(weight.size(-1)),
+                                         joined ? static_cast<int>(kept[l].sizes.routed()) : 0, shared};
     }
   }
   return stack;
@@ -67,8 +85,8 @@ std::vector<LayerTensors> tensors_of(const Tensor& x, const std::vector<StackedL
   Tensor input = x;  // only sizes are read off it
   for (const StackedLayer& layer : layers) {
     const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context);
-    result.push_back({sizes, RoutingArguments(x, layer.tau, layer.tau_value, layer.seed, mode),
-                      contiguous(layer.route, layer.update)});
+    result.push_back({sizes, RoutingArguments(x, layer.tau, layer.tau_value, layer.seed, mode, sizes.copies),
+                      contiguous(layer.route, layer.update, sizes.copies)});
     if (result.size() < layers.size()) {
       input = x.new_empty({1}).expand(batch_and(x, {sizes.out_blocks, sizes.block}));
     }
@@ -94,18 +112,18 @@ bool stack_fits(const Tensor& x, const std::vector<StackedLayer>& layers) {
   stack.m = static_cast<int>(x.size(-2));
   stack.route = static_cast<int>(layers[0].route.size() / 2);
   stack.update = static_cast<int>(layers[0].update.size() / 2);
-  stack.context = layers[0].update[0].size(1) > x.size(-1) * layers[0].route.back().size(0) / x.size(-2);
+  stack.context = layers[0].update[0].size(-1) > x.size(-1) * layers[0].route.back().size(-1) / x.size(-2);
   const int per_layer = stack.route + stack.update;
   if (stack.depth * per_layer > kStackLinears) return false;
   int64_t m = x.size(-2);
   for (int l = 0; l < stack.depth; ++l) {
-    const int64_t n = layers[l].route.back().size(0) / m;
+    const int64_t n = layers[l].route.back().size(-1) / m;
     stack.layer[l].n = static_cast<int>(n);
     m = n;
     for (int i = 0; i < per_layer; ++i) {
       const Tensor& weight = i < stack.route ? layers[l].route[2 * i] : layers[l].update[2 * (i - stack.route)];
-      if (weight.size(0) > (1 << 20) || weight.size(1) > (1 << 20)) return false;
-      stack.linear[l * per_layer + i].out = static_cast<int>(weight.size(0));
+      if (weight.size(-2) > (1 << 20) || weight.size(-1) > (1 << 20)) return false;
+      stack.linear[l * per_layer + i].out = static_cast<int>(weight.size(-2));
     }
   }
   return cuda::stack_fits(stack);
@@ -116,6 +134,7 @@ StackOutput stack_forward(const Tensor& x_, const std::vector<StackedLayer>& lay
   std::vector<LayerTensors> tensors = tensors_of(x_, layers, mode, context);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
   const int64_t batch = tensors[0].sizes.batch, padded = (batch + kBatchTile - 1) / kBatchTile * kBatchTile;
+  const int64_t copies = tensors[0].sizes.copies, nets = tensors[0].sizes.nets();
   const auto wide = x_.options().dtype(at::kFloat);
   StackOutput found;
   for (const LayerTensors& layer : tensors) {
@@ -123,15 +142,15 @@ StackOutput stack_forward(const Tensor& x_, const std::vector<StackedLayer>& lay
     found.outs.push_back(at::empty(batch_and(x_, {s.out_blocks, s.block}), x_.options()));
     found.logits.push_back(at::empty(batch_and(x_, {s.in_blocks, s.out_blocks}), x_.options()));
     found.gates.push_back(at::empty(batch_and(x_, {s.out_blocks}), x_.options()));
-    found.saved.push_back(at::empty({save ? s.rows * padded : 0}, wide));
+    found.saved.push_back(at::empty(each_copy(copies, {save ? s.rows * padded : 0}), wide));
   }
   if (batch == 0) {
-    found.penalty = at::zeros({}, wide);
+    found.penalty = at::zeros(each_copy(copies, {}), wide);
     return found;
   }
-  const Tensor x = x_.contiguous();
-  const Workspace space(x, {1 + stack_tiles(batch), 1});
-  found.penalty = at::empty({}, wide);
+  const Tensor x = contiguous(x_, copies);
+  const Workspace space(x, {nets * stack_tiles(batch), nets});
+  found.penalty = at::empty(each_copy(copies, {}), wide);
   dispatch_narrow(x.scalar_type(), [&](auto* pointer) {
     using T = Element<decltype(pointer)>;
     Stack<T> stack = stack_of<T>(x, layers, context, threshold, tensors);
@@ -153,39 +172,45 @@ StackGrads stack_backward(const OptionalTensor& grad_out_, const OptionalTensor&
                           bool need_params) {
   std::vector<LayerTensors> tensors = tensors_of(x_, layers, mode, context);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
-  const int64_t batch = tensors[0].sizes.batch;
+  const int64_t batch = tensors[0].sizes.batch, copies = tensors[0].sizes.copies, nets = tensors[0].sizes.nets();
   const auto wide = x_.options().dtype(at::kFloat);
   const bool zeros = batch == 0, need_taus = layers[0].tau.has_value();
   const auto made = [&](at::IntArrayRef sizes, const at::TensorOptions& options) {
     return zeros ? at::zeros(sizes, options) : at::empty(sizes, options);
   };
-  StackGrads found{need_x ? made(x_.sizes(), x_.options()) : at::empty({0}, x_.options()), {}, {}};
+  StackGrads found{need_x ? made(x_.sizes(), x_.options()) : at::empty(each_copy(copies, {0}), x_.options()), {}, {}};
   for (const LayerTensors& layer : tensors) {
-    if (need_taus) found.taus.push_back(made({}, wide));
+    if (need_taus) found.taus.push_back(made(each_copy(copies, {}), wide));
     for (const Tensor& param : layer.params) {
       if (need_params) found.params.push_back(made(param.sizes(), param.options()));
     }
   }
   if (zeros) return found;
-  const Tensor x = x_.contiguous(), grad_out = dense(grad_out_);
+  const Tensor x = contiguous(x_, copies), grad_out = dense(grad_out_);
   const bool penalised = grad_penalty_ && grad_penalty_->defined() && threshold != kNoPenalty;
-  const Tensor grad_penalty = penalised ? grad_penalty_->to(at::kFloat) : Tensor();
-  std::vector<Tensor> grads, below;
+  const Tensor grad_penalty = penalised ? grad_penalty_->to(at::kFloat).contiguous() : Tensor();
+  std::vector<Tensor> grads, below, activations;
   for (size_t l = 0; l < layers.size(); ++l) {
     const MfnnrSizes& s = tensors[l].sizes;
-    TORCH_CHECK_VALUE(saved[l].scalar_type() == at::kFloat && saved[l].numel() >= s.rows * batch,
+    const int64_t padded = (batch + kBatchTile - 1) / kBatchTile * kBatchTile;
+    TORCH_CHECK_VALUE(saved[l].scalar_type() == at::kFloat && saved[l].numel() == nets * s.rows * padded,
                       "saved: expected what the forward returned with save = True, got ", saved[l].sizes());
-    grads.push_back(need_params ? at::empty({(s.rows - s.routed()) * batch}, wide) : Tensor());
-    if (l > 0) below.push_back(inputs[l - 1].to(x.scalar_type()).contiguous());
+    activations.push_back(saved[l].contiguous());
+    grads.push_back(need_params ? at::empty({nets * (s.rows - s.routed()) * batch}, wide) : Tensor());
+    if (l == 0) continue;
+    TORCH_CHECK_VALUE(inputs[l - 1].numel() == nets * batch * s.route_in(), "saved: expected the input of layer ", l,
+                      ", got ", inputs[l - 1].sizes());
+    below.push_back(inputs[l - 1].to(x.scalar_type()).contiguous());
   }
   const int64_t tiles = stack_tiles(batch);
-  const Tensor partials = need_taus ? at::empty({static_cast<int64_t>(layers.size()) * tiles}, wide) : Tensor();
+  const int64_t count = nets * static_cast<int64_t>(layers.size()) * tiles;
+  const Tensor partials = need_taus ? at::empty({count}, wide) : Tensor();
   dispatch_narrow(x.scalar_type(), [&](auto* pointer) {
     using T = Element<decltype(pointer)>;
     Stack<T> stack = stack_of<T>(x, layers, context, threshold, tensors);
     for (size_t l = 0; l < layers.size(); ++l) {
       stack.layer[l].out = l < below.size() ? data<T>(below[l]) : nullptr;
-      stack.layer[l].saved = data<float>(saved[l]);
+      stack.layer[l].saved = data<float>(activations[l]);
       stack.layer[l].grads = data<float>(grads[l]);
     }
     C10_CUDA_CHECK(cuda::smfr_backward<T>(stack, data<T>(grad_out), data<float>(grad_penalty),
@@ -193,6 +218,7 @@ StackGrads stack_backward(const OptionalTensor& grad_out_, const OptionalTensor&
     for (int i = 0; i < stack.depth * (stack.route + stack.update); ++i) {
       stack.linear[i].weight = need_params ? data<T>(found.params[2 * i]) : nullptr;
       stack.linear[i].bias = need_params ? data<T>(found.params[2 * i + 1]) : nullptr;
+      stack.linear[i].shared = 0;
     }
     for (size_t l = 0; l < found.taus.size(); ++l) stack.layer[l].tau = data<float>(found.taus[l]);
     C10_CUDA_CHECK(cuda::smfr_backward_weight<T>(stack, data<float>(partials), stream()));
@@ -212,21 +238,22 @@ std::vector<StackedLayer> layers_of(const Tensor& x, TensorList params, int64_t 
     layers.push_back({params.slice(at, count), params.slice(at + count, count),
                       taus.empty() ? OptionalTensor() : taus[l], 1.0, seeds.empty() ? OptionalTensor() : seeds[l]});
     const MfnnrSizes sizes = check_mfnnr(input, layers[l].route, layers[l].update, context);
+    TORCH_CHECK_VALUE(sizes.copies == copies_of(layers[0].route), "params: expected as many copies of each");
     input = x.new_empty({1}).expand(batch_and(x, {sizes.out_blocks, sizes.block}));
   }
   return layers;
 }
 
-// How many layers are served together: all, up to what a launch takes, or one if they do not fit.
+// How many layers are served together: as many as a launch takes, or all, layer by layer, if they do not fit.
 size_t layers_together(const Tensor& x, const std::vector<StackedLayer>& layers) {
   const size_t most = std::min<size_t>(kStackLayers, kStackLinears / std::max<size_t>(1, layers[0].route.size()));
   int64_t m = x.size(-2);
   for (size_t l = 0; l < layers.size() && most > 0; l += most) {
     const std::vector<StackedLayer> some(layers.begin() + l, layers.begin() + std::min(layers.size(), l + most));
-    if (!stack_fits(x.new_empty({1}).expand({m, x.size(-1)}), some)) return 1;
-    for (const StackedLayer& layer : some) m = layer.route.back().size(0) / m;
+    if (!stack_fits(x.new_empty({1}).expand({m, x.size(-1)}), some)) return layers.size();
+    for (const StackedLayer& layer : some) m = layer.route.back().size(-1) / m;
   }
-  return std::max<size_t>(1, most);
+  return most > 0 ? most : layers.size();
 }
 
 std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> smfr_forward(

@@ -41,10 +41,11 @@ struct Factors {
 template <typename T>
 __device__ inline Factors<T> factors_of(const Stack<T>& s, int index) {
   const int per_layer = s.route + s.update, l = index / per_layer, own = index - l * per_layer;
-  const StackLayer<T>& layer = s.layer[l];
-  const int m = l ? s.layer[l - 1].n : s.m, values = layer.n * s.d;
+  const int m = l ? s.layer[l - 1].n : s.m;
+  const StackLayer<T> layer = layer_of(s, l, m);
+  const int values = layer.n * s.d;
   const Columns<T> none{nullptr, nullptr, 0};
-  Columns<T> x{nullptr, l ? s.layer[l - 1].out : s.x, m * s.d};
+  Columns<T> x{nullptr, input_of(s, l), m * s.d};
   if constexpr (sizeof(T) == 4) x.wide = x.narrow;
   const float *saved = layer.saved, *grads = layer.grads, *before = nullptr;  // before: what the layer at hand reads
   for (int i = 0; i < own; ++i) {
@@ -167,11 +168,12 @@ __device__ inline void multiply(const float* grads, const float* inputs, bool pr
 
 template <typename T>
 __device__ inline void sum_taus(const Stack<T>& s, int layer, const float* partials) {
-  const int64_t tiles = (s.batch + kTileRows - 1) / kTileRows;
+  const int64_t tiles = (s.batch + kTileRows - 1) / kTileRows, copy = copy_of(s);
   float total = 0;
-  for (int64_t i = threadIdx.x; i < tiles; i += kStackThreads) total += partials[layer * tiles + i];
+  partials += (copy * s.depth + layer) * tiles;
+  for (int64_t i = threadIdx.x; i < tiles; i += kStackThreads) total += partials[i];
   total = block_sum(total);
-  if (threadIdx.x == 0) *s.layer[layer].tau = total;
+  if (threadIdx.x == 0) s.layer[layer].tau[copy] = total;
 }
 
 template <typename T>
@@ -234,9 +236,10 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum += memory[i * kTile + bias_column];
-    narrow(sum, linear.bias + out0 + bias_column);
+    narrow(sum, bias_of(s, index) + out0 + bias_column);
   }
   if (half == 1 || !has_work) return;
+  T* const weight = weight_of(s, index);
 #pragma unroll
   for (int e = 0; e < 32; ++e) {
     const int o = out0 + out_at + e / 16 * 16 + e % 4 / 2 * 8 + lane / 4;
@@ -248,7 +251,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
 #pragma unroll 1
       for (int64_t row = 0; row < s.batch; ++row) value += f.grads.at(row, o) * f.input(row, i);
     }
-    narrow(value, linear.weight + static_cast<int64_t>(o) * linear.in + i);
+    narrow(value, weight + static_cast<int64_t>(o) * linear.in + i);
   }
 }
 
@@ -263,8 +266,10 @@ cudaError_t smfr_backward_weight(const Stack<T>& stack, const float* tau_partial
   }
   const int all = blocks + (tau_partials ? stack.depth : 0);
   if (stack.batch == 0 || all == 0) return cudaSuccess;
-  return FASTMOD_LAUNCH(stack_weight_kernel<T>, dim3(static_cast<unsigned>(all)), kStackThreads, stream, stack, blocks,
-                        tau_partials);
+  return for_copies(stack, [&](const Stack<T>& some, unsigned copies) {
+    return FASTMOD_LAUNCH(stack_weight_kernel<T>, dim3(static_cast<unsigned>(all), copies), kStackThreads, stream, some,
+                          blocks, tau_partials);
+  });
 }
 
 #define FASTMOD_INSTANTIATE(T) \

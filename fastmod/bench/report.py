@@ -28,10 +28,10 @@ HEADER = "\n".join(
         "",
         "# Speed",
         "",
-        "This page is generated from the files in docs/speed/, one per run of `fastmod bench --save`. Per machine it",
-        "shows the commit that was measured last, and no row of another; where a case was measured twice at that",
-        "commit, the later figure. One row is not what the columns say: eager of `optim.Adam` is torch's fused Adam",
-        "after `clip_grad_norm_`, in a whole step of a study or alone.",
+        "This page is generated from the files in docs/speed/, one per run of `fastmod bench --save`. A table has rows",
+        "of one commit only: per machine first the one that was measured last, then what was measured at an earlier",
+        "one and not again; of two figures at one commit, the later. One row is not what the columns say: eager of",
+        "`optim.Adam` is torch's fused Adam after `clip_grad_norm_`, in a whole step of a study or alone.",
         "",
         "| column | what |",
         "| --- | --- |",
@@ -60,24 +60,37 @@ def _code(one: Record) -> tuple[str, ...]:
 
 
 def _section(name: str, records: Iterable[Record]) -> str:
-    ordered = sorted(records, key=lambda one: one.date)
-    last = ordered[-1]
-    used = [one for one in ordered if _code(one) == _code(last)]
-    rows = {result.name: result for one in used for result in one.results}  # the later figure, in its first place
+    """The commit that was measured last, then, of earlier ones, what was not measured again since."""
+    left = sorted(records, key=lambda one: one.date)
+    known: set[str] = set()
+    parts = [f"## {name}\n"]
+    while left:
+        used = [one for one in left if _code(one) == _code(left[-1])]
+        left = [one for one in left if one not in used]
+        rows = {result.name: result for one in used for result in one.results}  # the later figure, in its first place
+        new = [result for case, result in rows.items() if case not in known]
+        if new and (not known or used[-1].dirty is False):  # what cannot be checked out again is not worth keeping
+            parts.append(_table(used, new, latest=not known))
+        known |= set(rows)
+    return "\n".join(parts)
+
+
+def _table(used: Sequence[Record], rows: Sequence[Result], *, latest: bool) -> str:
+    """Rows of one commit."""
+    last = used[-1]
     state = {True: ", with changes that are not committed", False: "", None: ""}[last.dirty]
     dates = " to ".join(dict.fromkeys((used[0].date[:10], last.date[:10])))
+    since = "" if latest else " Not measured since:"
     lines = [
-        f"## {name}",
-        "",
-        f"Commit {last.commit[:12]}{state}; fastmod {last.fastmod}, torch {last.torch}; {dates}.",
+        f"Commit {last.commit[:12]}{state}; fastmod {last.fastmod}, torch {last.torch}; {dates}.{since}",
         "",
         "| case | eager | compile | fastmod | ratio | aim |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
-        *(_row(result) for result in rows.values()),
+        *(_row(result) for result in rows),
         "",
-        _aims(list(rows.values())),
+        _aims(rows),
     ]
-    wrong = [result for result in rows.values() if not result.matches]
+    wrong = [result for result in rows if not result.matches]
     if wrong:
         lines += ["", f"Results differ, so no figures: {'; '.join(_name(result) for result in wrong)}."]
     return "\n".join(lines) + "\n"

@@ -25,9 +25,10 @@ _NOTHING = (
     "aten::detach",
     "aten::lift",
     "aten::_unsafe_view",
+    "aten::sum_to_size",  # of the right size already; else it calls a sum, which counts
 )
 #: Made of other ops on the CPU, but not on a GPU.
-_WHOLE = {"aten::copy_": 1, "aten::convolution": 1, "aten::convolution_backward": 2}
+_WHOLE = {"aten::copy_": 1, "aten::_foreach_copy_": 1, "aten::convolution": 1, "aten::convolution_backward": 2}
 
 
 def launches(run: Callable[[], Any]) -> list[str]:

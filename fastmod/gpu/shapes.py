@@ -27,6 +27,7 @@ class Shape(Sample):
     wide: tuple[int, ...] = ()  # tensors that are fp32 where others are bf16 or fp16: those of batch norm
     #: The same as one writes it without fastmod: what is launched, not what comes out where there is noise.
     plain: Call | None = None
+    copies: int = 0  # of nets: all tensors have them in front
 
     @property
     def name(self) -> str:
@@ -37,7 +38,8 @@ class Shape(Sample):
         values = super().tensors(dtype=dtype, device=device, seed=seed)
         for i, value in enumerate(values):
             wide = i in self.wide and dtype.itemsize == 2
-            scale = value.shape[1] ** -0.5 if self.op in ("smfr", "mfnnr") and value.dim() == 2 else 1.0
+            matrix = value.dim() == (3 if self.copies else 2)
+            scale = value.shape[-1] ** -0.5 if self.op in ("smfr", "mfnnr") and matrix else 1.0
             variance = self.op == "batch_affine" and i == 1
             if wide or variance or scale != 1.0:
                 made = value.detach().to(torch.float32 if wide else dtype) * scale
@@ -62,8 +64,10 @@ def _seed(tensors: Sequence[Tensor]) -> Tensor:
     return seed_on(tensors[0].device)
 
 
-def smfr(batch: int, counts: Sequence[int], d: int, hidden: Sequence[int], mode: str = "softmax") -> Shape:
-    """Tensors: x, then both FNNs of every layer."""
+def smfr(
+    batch: int, counts: Sequence[int], d: int, hidden: Sequence[int], mode: str = "softmax", copies: int = 0
+) -> Shape:
+    """Tensors: x, then both FNNs of every layer, with ``copies`` those of so many nets under torch.vmap."""
     shapes: list[tuple[int, ...]] = [(batch, counts[0], d)]
     products = 0
     for m, n in pairwise(counts):
@@ -85,6 +89,9 @@ def smfr(batch: int, counts: Sequence[int], d: int, hidden: Sequence[int], mode:
     inner = f"w{counts[1]} d{len(counts) - 2}" if len(counts) > 2 else ""
     parts = [f"{counts[0]} to {counts[-1]} D{d}", inner, f"h{'+'.join(map(str, hidden))}", f"B{batch}"]
     label = " ".join(part for part in parts if part) + (f" {mode}" if mode != "softmax" else "")
+    if copies:
+        label += f" {copies} copies"
+        shapes = [(copies, *shape) for shape in shapes]
 
     @functools.cache
     def stack() -> list[baselines.MFNNR]:
@@ -101,8 +108,16 @@ def smfr(batch: int, counts: Sequence[int], d: int, hidden: Sequence[int], mode:
         assert total is not None
         return [x, total]
 
+    def mapped(one: Call) -> Call:
+        def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+            stack()  # out here, as making layers draws numbers
+            return torch.vmap(lambda *own: tuple(one(own)))(*t)
+
+        return call if copies else one
+
     op = "smfr" if len(counts) > 2 else "mfnnr"
-    return Shape(op, label, tuple(shapes), call, products, (), plain if mode == "softmax" else None)
+    compared = mapped(plain) if mode == "softmax" else None
+    return Shape(op, label, tuple(shapes), mapped(call), max(copies, 1) * products, (), compared, copies)
 
 
 def _call(function: Callable[..., Any]) -> Call:
@@ -142,6 +157,25 @@ def masked_linear(rows: int, inputs: int, outputs: int, samples: int) -> Shape:
     label = f"{rows}x{inputs} to {outputs} S{samples}"
     plain = _call(lambda x, w, logits: baselines.masked_linear(x, w, logits, samples))
     return Shape("masked_linear", label, ((rows, inputs), weight, weight), call, rows * inputs * outputs, (), plain)
+
+
+@functools.cache
+def seeds_on(device: torch.device, copies: int) -> Tensor:
+    return torch.arange(copies, device=device)
+
+
+def masked_linear_copies(copies: int, rows: int, inputs: int, outputs: int, samples: int) -> Shape:
+    """As many layers side by side, each with its own seed, under ``torch.vmap``."""
+    one = masked_linear(rows, inputs, outputs, samples)
+
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        def layer(x: Tensor, w: Tensor, logits: Tensor, seed: Tensor) -> Tensor:
+            return ops.masked_linear(x, w, logits, samples, seed=seed)
+
+        return [torch.vmap(layer)(t[0], t[1], t[2], seeds_on(t[0].device, copies))]
+
+    stacked = tuple((copies, *shape) for shape in one.shapes)
+    return Shape(one.op, f"{one.label} {copies} copies", stacked, call, copies * one.products)
 
 
 def masked_conv2d(batch: int, inputs: int, size: int, outputs: int, samples: int) -> Shape:
@@ -216,8 +250,12 @@ SHAPES: tuple[Shape, ...] = (
     smfr(128, (6, *[8] * 10, 5), 10, (100,)),
     smfr(1024, (6, 8, 8, 8, 5), 10, (100,)),
     smfr(128, (6, 8, 8, 8, 5), 10, (100,), "gumbel"),
+    smfr(128, (6, 8, 8, 8, 5), 10, (100,), copies=8),
+    smfr(128, (6, 8, 8, 8, 5), 10, (100,), "gumbel", copies=8),
     smfr(128, (5, 4, 1), 196, (400,) * 4),
     smfr(128, (8, 8), 10, (100,)),
+    smfr(128, (8, 8), 10, (100,), copies=8),
+    smfr(128, (5, 4), 196, (400,)),
     smfr(128, (5, 4), 196, (400,) * 4),
     multiplex(128, 6, 8, 10),
     multiplex(1024, 8, 8, 10, "gumbel"),
@@ -229,6 +267,7 @@ SHAPES: tuple[Shape, ...] = (
     masked_linear(128, 2000, 2000, 4),
     masked_linear(128, 400, 400, 4),
     masked_linear(512, 400, 400, 4),
+    masked_linear_copies(8, 128, 400, 400, 4),
     masked_conv2d(128, 32, 32, 64, 4),
     norm_conv(64, 4, 16, 16, 32),
     norm_conv(64, 2, 16, 32, 32, 2),

@@ -44,4 +44,4 @@ class Specialisation(NamedTuple):
     values: Mapping[str, Any]
     options: Mapping[str, Any]
     case: str = ""  # what tells it from others of the same kernel and dtype
-    on_amd: Mapping[str, Any] = {}  # values that are others there
+    on_amd: Mapping[str, Any] = {}  # values and options that are others there

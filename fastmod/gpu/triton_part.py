@@ -20,10 +20,18 @@ _PRODUCTS = re.compile(r"\b(?:wg)?mma\.|\btcgen05\.mma")  # what PTX calls the i
 _ALIGNED = [["tt.divisibility", 16]]  # as the memory of every torch tensor is
 
 
+def on_target(spec: Specialisation, target: Target | None) -> Specialisation:
+    """With the values and options that are others on AMD."""
+    if target is None or target.nvidia:
+        return spec
+    options = {name: value for name, value in spec.on_amd.items() if name in spec.options}
+    values = {name: value for name, value in spec.on_amd.items() if name not in spec.options}
+    return spec._replace(values={**spec.values, **values}, options={**spec.options, **options}, on_amd={})
+
+
 def source(spec: Specialisation, target: Target | None = None) -> ASTSource:
     """Of one target; of NVIDIA's unless it is told."""
-    if target is not None and not target.nvidia:
-        spec = spec._replace(values={**spec.values, **spec.on_amd})
+    spec = on_target(spec, target)
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -50,7 +58,7 @@ def source(spec: Specialisation, target: Target | None = None) -> ASTSource:
 def key(spec: Specialisation, target: Target) -> str:
     """Changes with the kernel and all that it calls, its constants, the compiler and the target."""
     versions = [triton.__version__, tools.ptxas(target)[1] if target.nvidia else ""]
-    parts = [source(spec, target).hash(), sorted(spec.options.items()), target, versions]
+    parts = [source(spec, target).hash(), sorted(on_target(spec, target).options.items()), target, versions]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -58,7 +66,9 @@ def compiled(spec: Specialisation, target: Target, *, disassemble: bool = True) 
     """Triton's compiled kernel, whose ``asm`` holds every stage, and what it needs; tensor core instructions of NVIDIA
     count as 0 without ``disassemble``."""
     kernel = triton.compile(
-        source(spec, target), target=GPUTarget(target.backend, target.arch, target.warp), options=dict(spec.options)
+        source(spec, target),
+        target=GPUTarget(target.backend, target.arch, target.warp),
+        options=dict(on_target(spec, target).options),
     )
     if not target.nvidia:
         return kernel, resources.of_hsaco(kernel.asm["amdgcn"], kernel.metadata.shared)

@@ -13,6 +13,7 @@ from fastmod.nn import ExpertMixture, ExpertStack
 from fastmod.nn._parts import positive_sizes
 from fastmod.nn._pending import Pending, finish
 from fastmod.nn.expert_layers import ExpertBottleneck, ExpertConv, ExpertNorm, check_images, count_batches
+from fastmod.ops import _pool_linear as pool_linear
 
 
 class _Net(nn.Module):
@@ -29,11 +30,13 @@ class _Net(nn.Module):
     def enter(self, x: Tensor) -> Tensor:
         """Images ``[B, C, H, W]`` -> ``[B, 16, H', W']``, written out, as shortcuts add it."""
         check_images(x, self.in_channels)
-        count_batches(self)
+        count_batches(x, self)
         return finish(self.stem_norm.after(self.stem, x, relu=True)).squeeze(1)
 
     def leave(self, x: Tensor) -> Tensor:
         """``[B, 1, C, H, W]`` -> scores ``[B, classes]``."""
+        if pool_linear.served(x, self.head):
+            return pool_linear.pool_linear(x.squeeze(1), self.head.weight, self.head.bias)
         return self.head(x.mean((-2, -1)).squeeze(1))
 
 
@@ -119,7 +122,7 @@ class BottleneckStack(nn.Module):
         self.blocks = nn.ModuleList([first, *(ExpertBottleneck(4 * width, width, experts) for _ in range(depth - 1))])
 
     def forward(self, x: Tensor) -> Tensor:
-        count_batches(*self.blocks)
+        count_batches(x, *self.blocks)
         for block in self.blocks:
             x = block(x)
         return x
@@ -153,7 +156,7 @@ class FusedVGG(nn.Module):
         least = 2 ** len(VGG19) * self.stem_stride - self.stem_stride + 1
         if min(x.shape[-2:]) < least:
             raise ValueError(f"x: expected images of at least {least} pixels a side, got shape {list(x.shape)}")
-        count_batches(self.norms)
+        count_batches(x, self.norms)
         layers = zip(cast("Iterable[ExpertConv]", self.convs), cast("Iterable[ExpertNorm]", self.norms), strict=True)
         for group in VGG19:
             read: Tensor | Pending = x

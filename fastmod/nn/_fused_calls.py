@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmod.nn._pending import Pending, convolve, finish, moved_by, values_per_channel
+from fastmod.nn._pending import Pending, finish, moved_by, reading
+from fastmod.ops._norm_convs import Found, Norm, norm_convs
 from fastmod.ops.batch_affine import batch_affine
-from fastmod.ops.norm_conv import NormConvOutput
 
 
 def normalise(x: Tensor | Pending, conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: bool) -> Pending:
@@ -17,22 +17,20 @@ def normalise(x: Tensor | Pending, conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: 
         norm.num_batches_tracked.add_(1)
     running = (norm.running_mean, norm.running_var) if moves or not norm.training else (None, None)
     of_batch = norm.training or running[0] is None
-    found = _convolve(x, conv, of_batch)
-    scale, shift = batch_affine(
-        found.mean,
-        found.var,
-        *(_stacked(t) for t in (norm.weight, norm.bias, *running)),
-        count=values_per_channel(found.y, of_batch),
-        training=of_batch,
-        momentum=moved_by(norm.momentum, norm.num_batches_tracked) if moves else 0.0,
-        eps=norm.eps,
-    )
-    return Pending(found.y, scale, shift, relu)
+    weight, bias, *moving = (_stacked(t) for t in (norm.weight, norm.bias, *running))
+    momentum = moved_by(norm.momentum, norm.num_batches_tracked) if moves else 0.0
+    whole = Norm(weight, bias, moving[0], moving[1], None, momentum, norm.eps) if of_batch else None
+    y, scale, shift, _ = _convolve(x, conv, whole)
+    if not of_batch:
+        scale, shift = batch_affine(
+            None, None, weight, bias, *moving, count=0, training=False, momentum=0.0, eps=norm.eps
+        )
+    return Pending(y, scale, shift, relu)
 
 
 def read(x: Pending, conv: nn.Conv2d) -> Tensor:
     """``conv(x)`` ``[B, C, H, W]``, where no batch norm follows."""
-    return _convolve(x, conv, stats=False).y.squeeze(1)
+    return _convolve(x, conv, None).y.squeeze(1)
 
 
 def write(x: Pending) -> Tensor:
@@ -50,10 +48,9 @@ def add(x: Pending, other: Tensor | Pending, relu: bool) -> Tensor:
     return F.relu(total) if relu else total
 
 
-def _convolve(x: Tensor | Pending, conv: nn.Conv2d, stats: bool) -> NormConvOutput:
-    depthwise = conv.groups > 1
+def _convolve(x: Tensor | Pending, conv: nn.Conv2d, norm: Norm | None) -> Found:
     weight, bias = conv.weight.unsqueeze(0), _stacked(conv.bias)
-    return convolve(x, weight, bias, stride=conv.stride[0], depthwise=depthwise, stats=stats)
+    return norm_convs([reading(x, weight, bias, stride=conv.stride[0], depthwise=conv.groups > 1, norm=norm)])[0]
 
 
 def _stacked(value: Tensor | None) -> Tensor | None:

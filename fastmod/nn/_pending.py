@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastmod.ops._norm_convs import Conv, Norm
 from fastmod.ops.norm_conv import NormConvOutput, norm_conv
 from fastmod.ops.norm_sum import norm_sum
 
@@ -37,6 +38,21 @@ def convolve(
     return norm_conv(
         images, weight, scale=scale, shift=shift, relu=relu, bias=bias, stride=stride, depthwise=depthwise, stats=stats
     )
+
+
+def reading(
+    x: Tensor | Pending,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int = 1,
+    depthwise: bool = False,
+    gate: Tensor | None = None,
+    norm: Norm | None = None,
+) -> Conv:
+    """The same convolution as an entry of :func:`fastmod.ops._norm_convs.norm_convs`; ``norm`` only in training."""
+    images, scale, shift, relu = x if isinstance(x, Pending) else (x, None, None, False)
+    return Conv(images, weight, scale, shift, gate, bias, None, relu, stride, depthwise, norm)
 
 
 def finish(

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastmod.nn._pending import Pending, values_per_channel
+from fastmod.nn._pending import Pending, reading
 from fastmod.ops._checks import compute_dtype
+from fastmod.ops._norm_convs import Norm, norm_convs
 from fastmod.ops.batch_affine import Affine, batch_affine
-from fastmod.ops.norm_conv import norm_conv
 
 Tensors = Mapping[str, Tensor]
 
@@ -23,6 +23,13 @@ def stackable(block: nn.Module) -> bool:
     """Whether Compositional may run it by ``forward_stacked``; the mean over all batches has a rate per layer."""
     norms = [m for m in block.modules() if isinstance(m, nn.BatchNorm2d)]
     return hasattr(block, "forward_stacked") and all(n.momentum is not None and n.track_running_stats for n in norms)
+
+
+class Sum(NamedTuple):
+    """Stands for ``branch + images``: the end of a residual block, which the next one forms while it reads."""
+
+    branch: Pending
+    images: Tensor
 
 
 def convolved(
@@ -37,24 +44,54 @@ def convolved(
     gate: Tensor | None = None,
 ) -> Pending:
     """A convolution of ``[B, T, C, H, W]`` and its batch norm (and ReLU), which are still to be applied."""
+    return _normed(block, conv_name, norm_name, x, weights, buffers, relu, gate, None)[0]
+
+
+def convolved_sum(
+    block: nn.Module,
+    conv_name: str,
+    norm_name: str,
+    x: Tensor | Sum,
+    weights: Tensors,
+    buffers: Tensors,
+    *,
+    relu: bool = False,
+) -> tuple[Pending, Tensor]:
+    """The same of a 1x1 convolution, and what it read, written out."""
+    if isinstance(x, Tensor):
+        return convolved(block, conv_name, norm_name, x, weights, buffers, relu=relu), x
+    found, total = _normed(block, conv_name, norm_name, x.branch, weights, buffers, relu, None, x.images)
+    assert total is not None
+    return found, total
+
+
+def _normed(
+    block: nn.Module,
+    conv_name: str,
+    norm_name: str,
+    x: Tensor | Pending,
+    weights: Tensors,
+    buffers: Tensors,
+    relu: bool,
+    gate: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[Pending, Tensor | None]:
     conv: Any = block._modules[conv_name]
     training = block._modules[norm_name].training  # type: ignore[union-attr]
-    images, scale, shift, active = x if isinstance(x, Pending) else (x, None, None, False)
-    found = norm_conv(
-        images,
+    planned = reading(
+        x,
         weights[f"{conv_name}.weight"],
-        scale=scale,
-        shift=shift,
-        relu=active,
-        channel_gate=gate,
-        bias=weights.get(f"{conv_name}.bias"),
+        weights.get(f"{conv_name}.bias"),
         stride=conv.stride[0],
         depthwise=conv.groups > 1,
-        stats=training,
+        gate=gate,
+        norm=norm_of(block, norm_name, weights, buffers) if training else None,
     )
-    count = values_per_channel(found.y, training)
-    affine = _affine(block, norm_name, found.mean, found.var, count, weights, buffers)
-    return Pending(found.y, affine.scale, affine.shift, relu)
+    (found,) = norm_convs([planned._replace(residual=residual)])
+    affine = (found.scale, found.shift)
+    if found.scale is None:
+        affine = _affine(block, norm_name, None, None, 0, weights, buffers)
+    return Pending(found.y, *affine, relu), found.sum
 
 
 def transformed(
@@ -79,6 +116,14 @@ def batch_statistics(y: Tensor) -> tuple[Tensor, Tensor]:
         return y.new_zeros(y.shape[1:]), y.new_zeros(y.shape[1:])
     var, mean = torch.var_mean(y, 0, correction=0)
     return mean, var
+
+
+def norm_of(block: nn.Module, name: str, weights: Tensors, buffers: Tensors) -> Norm:
+    """A batch norm of the block, in training."""
+    norm: Any = block._modules[name]
+    parameters = (weights[f"{name}.weight"], weights[f"{name}.bias"])
+    running = (buffers[f"{name}.running_mean"], buffers[f"{name}.running_var"])
+    return Norm(*parameters, *running, None, norm.momentum, norm.eps)
 
 
 def _affine(

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fastmod.nn import _parts
 from fastmod.nn._mix import mixed
-from fastmod.nn._stacked import stackable
+from fastmod.nn._pending import finish
+from fastmod.nn._stacked import Sum, stackable
 from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
 from fastmod.nn.signatures import make_signature, sequential
 from fastmod.nn.template_bank import TemplateBank
@@ -146,9 +147,15 @@ class Compositional(nn.Module):
         layers = self._weights(task)
         where = slice(None) if task is None else slice(task, task + 1)
         block: Any = self.bank.block
+        chains = hasattr(block, "forward_chained") and block.chains(x, *extra)
+        last: Any = x
         for layer in self._in_order(order):
             buffers = {n: getattr(self.state, _key(n))[layer, where] for n in self._buffers_of_block}
-            x = block.forward_stacked(x, layers[layer], buffers, *extra)
+            if chains:
+                last = block.forward_chained(last, layers[layer], buffers)
+            else:
+                last = block.forward_stacked(last, layers[layer], buffers, *extra)
+        x = finish(last.branch, last.images, relu=False) if isinstance(last, Sum) else last
         if block.training:
             counters = [n for n in self._buffers_of_block if n.endswith("num_batches_tracked")]
             torch._foreach_add_([getattr(self.state, _key(n))[:, where] for n in counters], 1)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.nn._pending import Pending, convolve, count_batch, finish, moved_by, values_per_channel
+from fastmod.nn._pending import Pending, convolve, count_batch, finish, moved_by, reading
+from fastmod.ops._norm_convs import Conv, Found, Norm, norm_convs, served
 from fastmod.ops.batch_affine import Affine, batch_affine
-from fastmod.ops.norm_conv import NormConvOutput
 
 
 class ExpertConv(nn.Module):
@@ -72,40 +72,46 @@ class ExpertNorm(nn.Module):
 
     def after(self, conv: ExpertConv, x: Tensor | Pending, *, relu: bool = False) -> Pending:
         """``relu(norm(conv(x)))``, still to be applied."""
-        return normalised(x, conv.weight, conv.bias, conv.stride, self, relu=relu)
+        return side_by_side([self.step(conv, x, relu=relu)])[0]
 
-    def affine(self, found: NormConvOutput) -> Affine:
+    def step(self, conv: ExpertConv, x: Tensor | Pending, *, relu: bool = False) -> Step:
+        """The same, to be computed beside others."""
+        return step(x, conv.weight, conv.bias, conv.stride, self, relu=relu)
+
+    def by_batch(self, x: Tensor) -> Norm | None:
+        """For the convolution of ``x`` before it, in training."""
+        if not self.training:
+            return None
+        counted = served(x)  # else it was counted before
+        batches = self.num_batches_tracked
+        momentum = moved_by(self.momentum, batches + 1 if counted and self.momentum is None else batches)
+        tensors = (self.weight, self.bias, self.running_mean, self.running_var)
+        return Norm(*tensors, batches if counted else None, momentum, self.eps)
+
+    def affine(self, found: Found) -> Affine:
         """Scale and shift for what a convolution wrote, by its statistics in training, else by the running ones."""
-        count = values_per_channel(found.y, self.training)
-        return self._batch_affine(found.mean, found.var, count) if self.training else self._by_running_statistics()
+        if found.scale is None or found.shift is None:
+            return self._by_running_statistics()
+        return Affine(found.scale, found.shift)
 
     def _by_running_statistics(self) -> Affine:
         pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         tensors = (self.weight, self.bias, self.running_mean, self.running_var)
         if pure or torch.is_grad_enabled() or any(t.is_inference() for t in tensors):
-            return self._batch_affine(None, None, 0)
+            return self._batch_affine()
         known = self._known
         if known is None or any(
             a is not b or a._version != version or a.data_ptr() != place
             for a, (b, version, place) in zip(tensors, known[1], strict=True)
         ):
-            known = self._batch_affine(None, None, 0), [(t, t._version, t.data_ptr()) for t in tensors]
+            known = self._batch_affine(), [(t, t._version, t.data_ptr()) for t in tensors]
             object.__setattr__(self, "_known", known)
         return known[0]
 
-    def _batch_affine(self, mean: Tensor | None, var: Tensor | None, count: int) -> Affine:
-        return batch_affine(
-            mean,
-            var,
-            self.weight,
-            self.bias,
-            self.running_mean,
-            self.running_var,
-            count=count,
-            training=self.training,
-            momentum=moved_by(self.momentum, self.num_batches_tracked) if self.training else 0.0,
-            eps=self.eps,
-        )
+    def _batch_affine(self) -> Affine:
+        parameters = (self.weight, self.bias)
+        running = (self.running_mean, self.running_var)
+        return batch_affine(None, None, *parameters, *running, count=0, training=False, momentum=0.0, eps=self.eps)
 
     def train(self, mode: bool = True) -> ExpertNorm:
         self._known = None
@@ -119,17 +125,42 @@ class ExpertNorm(nn.Module):
         return f"{channels}, experts={experts}, eps={self.eps}, momentum={self.momentum}"
 
 
-def normalised(
-    x: Tensor | Pending, weight: Tensor, bias: Tensor | None, stride: int, norm: ExpertNorm, *, relu: bool = False
-) -> Pending:
-    """``relu(norm(conv(x)))``, still to be applied; statistics are asked for only in training."""
-    found = convolve(x, weight, bias, stride=stride, stats=norm.training)
-    affine = norm.affine(found)
-    return Pending(found.y, affine.scale, affine.shift, relu)
+class Step(NamedTuple):
+    """``relu(norm(conv))``, to be computed by :func:`side_by_side`."""
+
+    conv: Conv
+    norm: ExpertNorm | None
+    relu: bool
+
+
+def step(
+    x: Tensor | Pending,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    norm: ExpertNorm | None,
+    *,
+    relu: bool = False,
+) -> Step:
+    """Statistics are asked for only in training."""
+    of_batch = None if norm is None else norm.by_batch(x.images if isinstance(x, Pending) else x)
+    return Step(reading(x, weight, bias, stride=stride, norm=of_batch), norm, relu)
+
+
+def side_by_side(steps: list[Step]) -> list[Pending]:
+    """All of them, one launch where the CUDA kernels serve; batch norm and ReLU are still to be applied."""
+    results = []
+    for (_, norm, relu), found in zip(steps, norm_convs([s.conv for s in steps]), strict=True):
+        scale, shift = (None, None) if norm is None else norm.affine(found)
+        results.append(Pending(found.y, scale, shift, relu))
+    return results
 
 
 class _Residual(nn.Module):
     """A block with something added in the end: its input or, where the shape changes, a 1x1 convolution of it."""
+
+    conv1: ExpertConv
+    norm1: ExpertNorm
 
     def __init__(self, in_channels: int, out_channels: int, experts: int, stride: int) -> None:
         super().__init__()
@@ -137,10 +168,12 @@ class _Residual(nn.Module):
         self.shortcut = ExpertConv(in_channels, out_channels, experts, 1, stride) if changes else None
         self.shortcut_norm = ExpertNorm(out_channels, experts) if changes else None
 
-    def around(self, x: Tensor) -> Tensor | Pending:
-        if self.shortcut is None or self.shortcut_norm is None:
-            return x
-        return self.shortcut_norm.after(self.shortcut, x)
+    def begin(self, x: Tensor) -> list[Step]:
+        """The convolutions that read x: the first, which a ReLU follows, and that of the shortcut, if there is one."""
+        steps = [self.norm1.step(self.conv1, x, relu=True)]
+        if self.shortcut is not None and self.shortcut_norm is not None:
+            steps.append(self.shortcut_norm.step(self.shortcut, x))
+        return steps
 
 
 class ExpertBlock(_Residual):
@@ -158,9 +191,8 @@ class ExpertBlock(_Residual):
         self.norm2 = ExpertNorm(out_channels, experts)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        y = self.norm1.after(self.conv1, x, relu=True)
-        y = self.norm2.after(self.conv2, y)
-        return finish(y, self.around(x), gate=gate)
+        y, *around = side_by_side(self.begin(x))
+        return finish(self.norm2.after(self.conv2, y), around[0] if around else x, gate=gate)
 
 
 class ExpertBottleneck(_Residual):
@@ -176,14 +208,15 @@ class ExpertBottleneck(_Residual):
         self.norm3 = ExpertNorm(4 * width, experts)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        y = self.norm1.after(self.conv1, x, relu=True)
+        y, *around = side_by_side(self.begin(x))
         y = self.norm2.after(self.conv2, y, relu=True)
-        y = self.norm3.after(self.conv3, y)
-        return finish(y, self.around(x), gate=gate)
+        return finish(self.norm3.after(self.conv3, y), around[0] if around else x, gate=gate)
 
 
-def count_batches(*modules: nn.Module) -> None:
-    """What every batch norm does when it meets a batch in training, for the norms of these modules at once."""
+def count_batches(x: Tensor, *modules: nn.Module) -> None:
+    """What every batch norm does when it meets a batch ``x`` in training, for the norms of these modules at once."""
+    if served(x):
+        return  # the convolutions before them do it
     children = [child for module in modules for child in module._modules.values()]
     count_batch([norm.num_batches_tracked for norm in children if isinstance(norm, ExpertNorm) and norm.training])
 

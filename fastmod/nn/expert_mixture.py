@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from fastmod.nn._pending import Pending, finish
+from fastmod.nn.expert_layers import side_by_side
 from fastmod.nn.expert_stack import ExpertStack
 from fastmod.nn.gater import Gater
+from fastmod.ops._norm_convs import served
 
 
 class ExpertMixture(nn.Module):
@@ -39,6 +42,38 @@ class ExpertMixture(nn.Module):
         self.experts = ExpertStack(in_channels, out_channels, experts, depth, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The gater's first convolution could join the experts' in one call. Its output would have to be cut off again,
-        # which costs the backward a pass over all E + 1 outputs: no less than to read x, as large as one, once more.
-        return self.experts(x, self.gate(x))
+        # Side by side only where that saves launches, and never past a hook that waits for one of the two.
+        if not served(x) or self.gate._forward_hooks or self.gate._forward_pre_hooks or self._hooked():
+            return self.experts(x, self.gate(x))
+        return self._together(x)
+
+    def _hooked(self) -> bool:
+        blocks = list(self.experts.blocks._modules.values())
+        return any(m._forward_hooks or m._forward_pre_hooks for m in (self.experts, *blocks))
+
+    def _together(self, x: Tensor) -> Tensor:
+        """The i-th convolutions of gater and experts, and a shortcut beside the first of its block, are one launch."""
+        self.gate.enter(x)
+        blocks = self.experts.begin(x)
+        read: Tensor | Pending = x  # by the gater
+        inside: Tensor = x  # what a block reads
+        around: Tensor | Pending = x
+        y = Pending(x)
+        for i in range(max(len(self.gate.convs), 2 * len(blocks))):
+            steps = []
+            if i < 2 * len(blocks):
+                if i % 2 == 0 and i > 0:
+                    inside = around = finish(y, around)
+                block = blocks[i // 2]
+                steps = block.begin(inside) if i % 2 == 0 else [block.norm2.step(block.conv2, y)]
+            if i < len(self.gate.convs):
+                steps.append(self.gate.step(i, read))
+            found = side_by_side(steps)
+            if i < len(self.gate.convs):
+                read = found.pop()
+            if found:
+                y = found[0]
+            if len(found) > 1:
+                around = found[1]
+        assert isinstance(read, Pending)
+        return finish(y, around, gate=self.experts.checked(self.gate.leave(read), x))

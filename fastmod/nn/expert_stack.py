@@ -52,14 +52,19 @@ class ExpertStack(nn.Module):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         check_images(x, self.in_channels, self.experts)
         if gate is not None:
-            gate = self._checked(gate, x)
-        blocks = list(self.blocks._modules.values())
-        count_batches(*blocks)
+            gate = self.checked(gate, x)
+        blocks = self.begin(x)
         for block in blocks[:-1]:
             x = block(x)
         return blocks[-1](x, gate)
 
-    def _checked(self, gate: Tensor, x: Tensor) -> Tensor:
+    def begin(self, x: Tensor) -> list[ExpertBlock]:
+        """The blocks, their batch norms told of a batch."""
+        blocks = cast("list[ExpertBlock]", list(self.blocks._modules.values()))
+        count_batches(x, *blocks)
+        return blocks
+
+    def checked(self, gate: Tensor, x: Tensor) -> Tensor:
         if not isinstance(gate, Tensor):
             raise TypeError(f"gate: expected a tensor [B, E], got {type(gate).__name__}")
         if gate.shape != (x.shape[0], self.experts):

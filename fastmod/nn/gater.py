@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.nn._pending import Pending, convolve, finish
-from fastmod.nn.expert_layers import ExpertNorm, check_images, check_stride, count_batches, normalised
+from fastmod.nn._pending import Pending, finish
+from fastmod.nn.expert_layers import ExpertNorm, Step, check_images, check_stride, count_batches, side_by_side, step
+from fastmod.ops import _pool_linear as pool_linear
 
 
 class Gater(nn.Module):
@@ -65,24 +66,34 @@ class Gater(nn.Module):
                 nn.init.zeros_(conv.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.enter(x)
+        y: Tensor | Pending = x
+        for i in range(len(self.convs)):
+            (y,) = side_by_side([self.step(i, y)])
+        assert isinstance(y, Pending)
+        return self.leave(y)
+
+    def enter(self, x: Tensor) -> None:
+        """What comes before the first step."""
         check_images(x, self.in_channels)
-        y = self._pool(self._by_norms(x) if self.norms is not None else self._by_biases(x))
-        return self.head(y.flatten(1)).softmax(-1)
+        if self.norms is not None:
+            count_batches(x, self.norms)
 
-    def _by_biases(self, x: Tensor | Pending) -> Tensor:
-        for conv in self._convolutions():
-            bias = None if conv.bias is None else conv.bias.unsqueeze(0)
-            y = convolve(x, conv.weight.unsqueeze(0), bias, stride=conv.stride[0], stats=False).y
-            x = Pending(y, relu=True)
-        return F.relu(y.squeeze(1))
+    def step(self, i: int, x: Tensor | Pending) -> Step:
+        """The i-th convolution, for who computes it beside others."""
+        conv = self._convolutions()[i]
+        bias = None if conv.bias is None else conv.bias.unsqueeze(0)
+        norm = None if self.norms is None else cast("ExpertNorm", self.norms[i])
+        return step(x, conv.weight.unsqueeze(0), bias, conv.stride[0], norm, relu=True)
 
-    def _by_norms(self, x: Tensor | Pending) -> Tensor:
-        assert self.norms is not None
-        count_batches(self.norms)
-        for conv, norm in zip(self._convolutions(), cast("Iterable[ExpertNorm]", self.norms), strict=True):
-            x = normalised(x, conv.weight.unsqueeze(0), None, conv.stride[0], norm, relu=True)
-        assert isinstance(x, Pending)
-        return finish(x).squeeze(1)
+    def leave(self, x: Pending) -> Tensor:
+        """What the last convolution wrote -> weights ``[B, E]``."""
+        if pool_linear.served(x.images, self.head):
+            affine = {} if x.scale is None or x.shift is None else {"scale": x.scale[0], "shift": x.shift[0]}
+            weight, bias, images = self.head.weight, self.head.bias, x.images.squeeze(1)
+            return pool_linear.pool_linear(images, weight, bias, **affine, relu=True, pooled=self.pooled, softmax=True)
+        y = F.relu(x.images.squeeze(1)) if x.scale is None else finish(x).squeeze(1)
+        return self.head(self._pool(y).flatten(1)).softmax(-1)
 
     def _convolutions(self) -> list[nn.Conv2d]:
         return cast("list[nn.Conv2d]", list(self.convs._modules.values()))

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from fastmod import backend
 from fastmod.nn import _parts
 from fastmod.nn._pending import Pending, finish
-from fastmod.nn._stacked import Tensors, convolved, transformed
+from fastmod.nn._stacked import Sum, Tensors, convolved, convolved_sum, norm_of, transformed
+from fastmod.ops import _squeeze_excite as squeeze_excite
+from fastmod.ops._autograd import wanted
+from fastmod.ops._norm_convs import served
 from fastmod.ops.inverted_residual import inverted_residual
 from fastmod.ops.norm_pool import norm_pool
 
@@ -86,21 +89,35 @@ class IsometricBlock(nn.Module):
 
         ``num_batches_tracked`` is left to the caller.
         """
-        if not self.second_input and other is None and self._in_one_op(x):
+        if not self.second_input and other is None and self._in_one_op(x, weights):
             return self._fused(x, weights, buffers)
-        tensors = weights, buffers
-        y = convolved(self, "expand", "expand_norm", self._inputs(x, other, 2), *tensors, relu=True)
-        y = convolved(self, "depthwise", "depthwise_norm", y, *tensors, relu=True)
-        gate = None if self.squeeze is None else self._gate(y, *tensors)
-        return finish(convolved(self, "project", "project_norm", y, *tensors, gate=gate), x, relu=False)
+        y = convolved(self, "expand", "expand_norm", self._inputs(x, other, 2), weights, buffers, relu=True)
+        return finish(self._after_expand(y, weights, buffers), x, relu=False)
+
+    def chains(self, x: Tensor, other: Tensor | None = None) -> bool:
+        """Whether :meth:`forward_chained` saves a launch: where CUDA C++ runs, and ``expand`` reads x alone."""
+        return not self.second_input and other is None and served(x)
+
+    def forward_chained(self, x: Tensor | Sum, weights: Tensors, buffers: Tensors) -> Sum:
+        """As ``forward_stacked``, but the sum at the end is left to the next block, which adds up while it reads."""
+        y, total = convolved_sum(self, "expand", "expand_norm", x, weights, buffers, relu=True)
+        return Sum(self._after_expand(y, weights, buffers), total)
+
+    def _after_expand(self, y: Pending, weights: Tensors, buffers: Tensors) -> Pending:
+        y = convolved(self, "depthwise", "depthwise_norm", y, weights, buffers, relu=True)
+        gate = None if self.squeeze is None else self._gate(y, weights, buffers)
+        return convolved(self, "project", "project_norm", y, weights, buffers, gate=gate)
 
     def _norms(self) -> list[tuple[str, nn.BatchNorm2d]]:
         return [(name, module) for name, module in self.named_children() if isinstance(module, nn.BatchNorm2d)]
 
-    def _in_one_op(self, x: Tensor) -> bool:
-        """Whether the block is one op: in training, on the CPU, as long as nobody has made its batch norms differ."""
+    def _in_one_op(self, x: Tensor, weights: Tensors) -> bool:
+        """Whether the block is one op: on the CPU, as long as nobody has made its batch norms differ. With running
+        statistics only where no gradient is asked for."""
         norms = [(norm.training, norm.eps, norm.momentum) for _, norm in self._norms()]
-        if not norms[0][0] or any(norm != norms[0] for norm in norms) or self.expand.bias is not None:
+        if any(norm != norms[0] for norm in norms) or self.expand.bias is not None:
+            return False
+        if not norms[0][0] and wanted(x, *weights.values()):
             return False
         return x.device.type == "cpu" and backend.resolve("norm_conv", x) == "native"
 
@@ -109,7 +126,11 @@ class IsometricBlock(nn.Module):
         for name, _ in self._norms():
             convolution = name.removesuffix("_norm")
             params += [weights[f"{convolution}.weight"], weights[f"{name}.weight"], weights[f"{name}.bias"]]
-        found = inverted_residual(x, params, eps=self.expand_norm.eps)
+        eps = self.expand_norm.eps
+        if not self.expand_norm.training:
+            known = [(buffers[f"{name}.running_mean"], buffers[f"{name}.running_var"]) for name, _ in self._norms()]
+            return inverted_residual(x, params, eps=eps, running=known).y
+        found = inverted_residual(x, params, eps=eps)
         momentum = self.expand_norm.momentum
         assert momentum is not None  # see stackable
         for kind, values in (("running_mean", found.means), ("running_var", found.variances)):
@@ -119,7 +140,12 @@ class IsometricBlock(nn.Module):
 
     def _gate(self, y: Pending, weights: Tensors, buffers: Tensors) -> Tensor:
         """``[B, T, C]`` in the dtype of the images."""
-        assert y.scale is not None and y.shift is not None
+        assert y.scale is not None and y.shift is not None and self.squeeze is not None
+        training = self.squeeze_norm.training and self.excite_norm.training
+        if training and squeeze_excite.served(y.images, self.squeeze.out_channels):
+            norms = [norm_of(self, name, weights, buffers) for name in ("squeeze_norm", "excite_norm")]
+            squeeze, excite = (weights[f"{name}.weight"].flatten(2) for name in ("squeeze", "excite"))
+            return squeeze_excite.squeeze_excite(y.images, y.scale, y.shift, squeeze, norms[0], excite, norms[1])
         pooled = norm_pool(y.images, y.scale, y.shift, relu=True)  # [B, T, C]
         squeezed = transformed(self, "squeeze", "squeeze_norm", pooled, weights, buffers).relu()
         gate = transformed(self, "excite", "excite_norm", squeezed, weights, buffers).sigmoid()

@@ -161,13 +161,67 @@ def by_elements(overload: Any) -> Rule:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         parts = [elements(a, d, info.batch_size) for a, d in zip(arguments, in_dims, strict=True)]
-        results = [overload(*each) for each in zip(*parts, strict=True)]
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
-        return type(results[0])(stacked), type(results[0])([0] * len(stacked))
+        found = _stacked([overload(*each) for each in zip(*parts, strict=True)])
+        return found, _in_front_of(found)
 
     return rule
+
+
+def _stacked(results: Sequence[Any]) -> Any:
+    if isinstance(results[0], Tensor):
+        return torch.stack(results)  # type: ignore[arg-type]
+    return type(results[0])(_stacked(parts) for parts in zip(*results, strict=True))
+
+
+def _in_front_of(found: Any) -> Any:
+    """The dimension of the batch, 0, for every tensor of a result."""
+    return 0 if isinstance(found, Tensor) else type(found)(map(_in_front_of, found))
+
+
+def over_copies(overload: Any, params: int) -> Rule:
+    """The rule of a kernel that takes the parameters of many nets at once, if they, and every other tensor, have the
+    copies in front: one call for all. In Triton, and where there are copies already, one a copy.
+
+    Args:
+        params: which argument is the list of parameters; the first of them is a weight ``[out, in]``.
+    """
+    loop = by_elements(overload)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        dims = in_dims[params]
+        first = dims[0] if isinstance(dims, (list, tuple)) else dims
+        nested = arguments[params][0].dim() > (2 if first is None else 3)
+        if nested or overload._overloadname == "triton":
+            return loop(info, in_dims, *arguments)
+        found = overload(*[with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)])
+        return found, _in_front_of(found)
+
+    return rule
+
+
+def maps_copies(params: Sequence[Tensor]) -> bool:
+    """Whether torch.vmap is at work on parameters, of which the first is a weight, that have no copies yet."""
+    return params[0].dim() == 2 and any(map(torch._C._functorch.is_batchedtensor, params))
+
+
+def each_copy(function: Callable[..., Any], weight: Tensor | None) -> Callable[..., Any]:
+    """A function of one net's tensors as one of many nets', if ``weight`` has copies."""
+
+    def mapped(*tensors: Tensor | None) -> Any:
+        return torch.vmap(function, tuple(None if t is None else 0 for t in tensors))(*tensors)
+
+    return mapped if weight is not None and weight.dim() > 2 else function
+
+
+def of_copies(op: type[Op], run: Callable[..., tuple[Tensor, ...]]) -> type[Op]:
+    """The op for many nets' parameters under torch.vmap: ``run(*arguments)`` is ``op`` with the copies in front, so
+    that autograd meets one node and none of torch.func."""
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        found = run(*[with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)])
+        return found, (0,) * len(found)
+
+    return type(f"{op.__name__}OfCopies", (op,), {"generate_vmap_rule": False, "vmap": staticmethod(vmap)})
 
 
 def batched(dim: Any) -> bool:
@@ -177,7 +231,17 @@ def batched(dim: Any) -> bool:
 
 def in_front(info: Any, tensor: Tensor, dim: int | None) -> Tensor:
     """The batch as leading dimension."""
-    return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    if dim is None:
+        return tensor.expand(info.batch_size, *tensor.shape)
+    return tensor.movedim(dim, 0) if dim else tensor
+
+
+def with_copies(info: Any, argument: Any, dim: Any) -> Any:
+    """An argument with the batch in front of its tensors, if it has any."""
+    if isinstance(argument, (list, tuple)):
+        dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(argument)
+        return type(argument)(with_copies(info, a, d) for a, d in zip(argument, dims, strict=True))
+    return in_front(info, argument, dim) if isinstance(argument, Tensor) else argument
 
 
 def folded(overload: Any, tensors: int) -> Rule:

@@ -1,4 +1,4 @@
-"""A whole inverted residual block in training, batch norms and squeeze-excite included: ``inverted_residual``."""
+"""A whole inverted residual block, batch norms and squeeze-excite included: ``inverted_residual``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ class InvertedResidualOutput(NamedTuple):
     variances: list[Tensor]  # [T, channels], with Bessel's correction, as running statistics take them
 
 
-def inverted_residual(x: Tensor, params: Sequence[Tensor], *, eps: float = 1e-5) -> InvertedResidualOutput:
+def inverted_residual(
+    x: Tensor,
+    params: Sequence[Tensor],
+    *,
+    eps: float = 1e-5,
+    running: Sequence[tuple[Tensor, Tensor]] | None = None,
+) -> InvertedResidualOutput:
     """``x + project(gate * relu(depthwise(relu(expand(x)))))``, batch norm after every convolution, over the batch.
 
     ``gate`` is a squeeze-excite: the mean over the pixels, ``squeeze`` and ReLU, ``excite`` and sigmoid. On the CPU
@@ -39,23 +45,29 @@ def inverted_residual(x: Tensor, params: Sequence[Tensor], *, eps: float = 1e-5)
             or none), ``project`` [T, C, M], or in the shapes of convolutions, [T, M, C, 1, 1] and [T, M, 1, 3, 3]; each
             followed by weight and bias [T, channels] of its batch norm.
         eps: of all batch norms.
+        running: mean and variance [T, channels] of every batch norm, in the order of ``params``, to be used instead of
+            those of the batch. An image then passes through the block at once, and no expanded tensor is written;
+            gradients go through plain PyTorch.
     """
     chosen = backend.resolve("inverted_residual", x)
     _check_eps(eps)
     if backend.checks_first(chosen):
-        _check(x, params)
+        _check(x, params, running)
     try:
         wide = _checks.compute_dtype(x)
         tensors = [p.to(wide) if p.dtype != wide and p.is_floating_point() else p for p in params]
         if backend.autocast_enabled(x.device.type):
             (x,) = backend.lowered(x)
+        if running is not None:
+            y = _by_running(x, tensors, running, eps, chosen)
+            return InvertedResidualOutput(y, [mean for mean, _ in running], [var for _, var in running])
         if chosen == "reference":
             with backend.reference_autocast(x):
                 y, stats = reference(x, *tensors, eps=eps)
         else:
             y, stats = _run(x, tensors, eps, chosen == "triton")
     except Exception:
-        _check(x, params)
+        _check(x, params, running)
         raise
     sizes = [tensors[i].shape[1] for i in range(1, len(tensors), 3)]
     return InvertedResidualOutput(y, list(stats[0].split(sizes, -1)), list(stats[2].split(sizes, -1)))
@@ -66,13 +78,23 @@ def _check_eps(eps: float) -> None:
         raise ValueError(f"eps: expected a finite number >= 0, got {eps!r}")
 
 
-def _check(x: Tensor, params: Sequence[Tensor]) -> None:
+def _by_running(
+    x: Tensor, params: list[Tensor], running: Sequence[tuple[Tensor, Tensor]], eps: float, chosen: str
+) -> Tensor:
+    stats = [value.to(_checks.compute_dtype(x)) for pair in running for value in pair]
+    if chosen == "reference" or _autograd.wanted(x, *params, *stats):
+        with backend.reference_autocast(x):
+            return reference(x, *params, eps=eps, running=stats)[0]
+    return INFERENCE[chosen == "triton"](x, params, stats, eps)
+
+
+def _check(x: Tensor, params: Sequence[Tensor], running: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
     _images.check_images("x", x, "[B, T, C, H, W]")
     if 0 in x.shape[1:]:
         raise ValueError(
             f"x: expected [B, T, C, H, W] with at least one task, channel and pixel, got shape {_checks.shape(x)}"
         )
-    if x.shape[0] == 1:
+    if x.shape[0] == 1 and running is None:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {_checks.shape(x)}")
     _checks.listed("params", params, "of tensors")
     if len(params) not in (PLAIN, GATED):
@@ -102,22 +124,38 @@ def _check(x: Tensor, params: Sequence[Tensor]) -> None:
             )
         for i in (3 * at + 1, 3 * at + 2):
             _checks.exact_shape(f"params[{i}], {name}'s norm", params[i], shape[:2], "[T, channels]")
+    if running is None:
+        return
+    _checks.listed("running", running, "of (mean, variance)")
+    if len(running) != len(names):
+        raise ValueError(f"running: expected {len(names)} pairs, one per batch norm, got {len(running)}")
+    for at, (name, pair) in enumerate(zip(names, running, strict=True)):
+        _checks.listed(f"running[{at}]", pair, "or tuple (mean, variance)")
+        if len(pair) != 2:
+            raise ValueError(f"running[{at}]: expected mean and variance, got {len(pair)} entries")
+        for kind, value in zip(("mean", "variance"), pair, strict=True):
+            _checks.float_tensor(f"running[{at}], {name}'s {kind}", value, 2, "[T, channels]")
+            if value.device != x.device:
+                raise RuntimeError(f"running[{at}]: expected the device of x ({x.device}), got {value.device}")
+            _checks.exact_shape(f"running[{at}], {name}'s {kind}", value, shapes[name][:2], "[T, channels]")
 
 
 def _of_convolution(shape: list[int]) -> list[int]:
     return [*shape, 1, 1] if len(shape) == 3 else [*shape[:2], 1, *shape[2:]]
 
 
-def reference(x: Tensor, *params: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, *params: Tensor, eps: float, running: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Plain PyTorch; reduced precision is computed in fp32. -> y and the statistics ``[3, T, channels of all norms]``:
-    means, variances, variances with Bessel's correction."""
+    means, variances, variances with Bessel's correction. ``running``: means and variances to be used instead."""
     gated = len(params) == GATED
     found: list[tuple[Tensor, Tensor, int]] = []
 
     def normed(y: Tensor, at: int, dims: tuple[int, ...]) -> Tensor:
         """[B, T, channels, ...]"""
         shape = (y.shape[1], y.shape[2], *[1] * (y.dim() - 3))
-        if y.shape[0] == 0:
+        if running is not None:
+            mean, var = (value.reshape(shape) for value in running[2 * (at // 3) : 2 * (at // 3) + 2])
+        elif y.shape[0] == 0:
             mean = var = y.new_zeros(shape)
         else:
             var, mean = torch.var_mean(y, dims, correction=0, keepdim=True)
@@ -164,6 +202,11 @@ def fake_forward(x: Tensor, params: Sequence[Tensor], eps: float) -> tuple[Tenso
     return _images.empty(x, x.shape), _stats_like(x, params), saved
 
 
+def fake_inference(x: Tensor, params: Sequence[Tensor], stats: Sequence[Tensor], eps: float) -> Tensor:
+    _checks.one_device(x, *params, *stats)
+    return _images.empty(x, x.shape)
+
+
 def fake_backward(
     grad: Tensor,
     x: Tensor,
@@ -203,6 +246,10 @@ BACKWARD = _autograd.define(
     "inverted_residual_backward(Tensor grad, Tensor x, Tensor[] params, float eps, Tensor stats, Tensor[] saved, "
     "bool need_x) -> Tensor[]",
     fake_backward,
+)
+#: ``stats``: mean and variance [T, channels] of every norm, in the dtype of the sums
+INFERENCE = _autograd.define(
+    "inverted_residual_inference(Tensor x, Tensor[] params, Tensor[] stats, float eps) -> Tensor", fake_inference
 )
 
 

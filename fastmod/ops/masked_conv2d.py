@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastmod import backend, noise
 from fastmod._compiler import in_graph
-from fastmod.ops import _checks, _masked
+from fastmod.ops import _autograd, _checks, _masked
 from fastmod.ops._masked import Draws
 
 
@@ -29,7 +29,8 @@ def masked_conv2d(
     seed: int | Tensor | None = None,
     tau: float = 1.0,
 ) -> Tensor:
-    """Part s of the batch through a convolution with ``weight * mask_s``; one masked copy exists at a time.
+    """Part s of the batch through a convolution with ``weight * mask_s``. On a GPU no masked copy exists where kernels
+    serve it (:func:`at_once`); elsewhere one at a time.
 
     Args:
         x: ``[B, in, H, W]``, B a multiple of S; images ``s * B / S`` and on meet mask s.
@@ -165,11 +166,173 @@ def reference(
     return torch.cat(parts).to(x.dtype)
 
 
+def channels_last(x: Tensor) -> bool:
+    """Results and gradients lie in memory as x does, if that is one of the two usual ways."""
+    return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _empty_images(x: Tensor, shape: Sequence[int]) -> Tensor:
+    layout = torch.channels_last if channels_last(x) else torch.contiguous_format
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Of one dimension; less than 1 if the filter is larger than the image."""
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def out_shape(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    pairs = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    return [x.shape[0], weight.shape[0], *[out_size(*each) for each in pairs]]
+
+
+def fake_forward(
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    bias_logits: Tensor | None,
+    seed: Tensor,
+    samples: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    first: int = 0,
+) -> Tensor:
+    _checks.one_device(x, weight, logits, bias, bias_logits)
+    return _empty_images(x, out_shape(x, weight, stride, padding, dilation))
+
+
+def fake_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    bias_logits: Tensor | None,
+    seed: Tensor,
+    samples: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    tau: float,
+    needs: Sequence[bool],
+    first: int = 0,
+) -> list[Tensor]:
+    rest = zip((weight, logits, bias, bias_logits), needs[1:], strict=True)
+    return [
+        _empty_images(x, x.shape) if needs[0] else x.new_empty(0),
+        *[x.new_empty(value.shape if needed and value is not None else 0) for value, needed in rest],
+    ]
+
+
+#: x [B, in, H, W], part s of the batch convolved with sample first + s of the masked weight [out, in, h, w], plus the
+#: masked bias [out]. GPUs only; fp64 in Triton only.
+FORWARD = _autograd.define(
+    "masked_conv2d_forward(Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, Tensor seed, "
+    "int samples, int[2] stride, int[2] padding, int[2] dilation, int first=0) -> Tensor",
+    fake_forward,
+)
+#: gradients of x, weight, logits, bias and bias_logits; empty where not needed
+BACKWARD = _autograd.define(
+    "masked_conv2d_backward(Tensor grad, Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, "
+    "Tensor seed, int samples, int[2] stride, int[2] padding, int[2] dilation, float tau, bool[5] needs, "
+    "int first=0) -> Tensor[]",
+    fake_backward,
+)
+
+#: Rows and columns of a filter that the kernels serve.
+LARGEST_FILTER = 7
+
+
+def at_once(
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    triton: bool,
+) -> bool:
+    """Whether kernels serve all samples at once: the one place that decides it. Else torch's libraries convolve sample
+    by sample: on the CPU, with groups, filters of more than 7 x 7, images of 2**31 numbers, nothing to do, and
+    fp64."""
+    name = "fastmod::masked_conv2d_forward" + (".triton" if triton else "")
+    key = "CUDA" if x.is_cuda else "CPU"  # where the host harness and Triton's interpreter have it, none else
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+        return False
+    if groups != 1 or (x.dtype == torch.float64 and not triton) or x.numel() == 0 or weight.numel() == 0:
+        return False
+    if max(weight.shape[2:]) > LARGEST_FILTER or min(out_shape(x, weight, stride, padding, dilation)) < 1:
+        return False
+    image = max(x.shape[1], weight.shape[0])
+    for size, margin in zip(x.shape[2:], padding, strict=True):
+        image *= size + 4 * margin
+    return max(image, weight.numel(), *stride, *dilation) < 2**31
+
+
+class Geometry(NamedTuple):
+    """What a call of the kernels has beside its tensors."""
+
+    triton: bool
+    samples: int
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    tau: float
+    first: int
+
+    def forward(self, *tensors: Tensor | None) -> Tensor:
+        """x, weight, logits, bias, bias_logits, seed"""
+        sizes = self.samples, self.stride, self.padding, self.dilation
+        return FORWARD[self.triton](*tensors, *sizes, self.first)
+
+    def reference(
+        self, x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor
+    ) -> Tensor:
+        sizes = self.samples, self.stride, self.padding, self.dilation
+        return reference(x, weight, logits, bias, bias_logits, seed, *sizes, 1, self.tau, self.first)
+
+
+class MaskedConv2d(_autograd.Op):
+    """All samples at once."""
+
+    @staticmethod
+    def forward(geometry: Geometry, *tensors: Any) -> Tensor:
+        return geometry.forward(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.geometry = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[1:6]
+        found = iter(_autograd.gradients(_by_kernel, _by_reference, (ctx.geometry, needs), grad, *ctx.saved_tensors))
+        return None, *[next(found) if need else None for need in needs], None
+
+
+def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    own, needs = numbers
+    sizes = own.samples, own.stride, own.padding, own.dilation
+    found = BACKWARD[own.triton](grad, *tensors, *sizes, own.tau, needs, own.first)
+    return tuple([value for value, need in zip(found, needs, strict=True) if need])
+
+
+def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    own, needs = numbers
+    places = [i for i, need in enumerate(needs) if need]
+    return _autograd.pulled(own.reference, places, grad, *tensors)
+
+
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 class Convolution(NamedTuple):
-    """The geometry of :mod:`fastmod.ops._masked`: no kernels of its own, torch's libraries convolve."""
+    """The geometry of :mod:`fastmod.ops._masked`, sample by sample: torch's libraries convolve."""
 
     stride: list[int]
     padding: list[int]
@@ -229,5 +392,9 @@ def _run(
     first: int,
     triton: bool,
 ) -> Tensor:
+    tensors = x, weight, logits, bias, bias_logits, seed
+    if at_once(x, weight, stride, padding, dilation, groups, triton):
+        own = Geometry(triton, samples, stride, padding, dilation, tau, first)
+        return _autograd.apply(MaskedConv2d, own, *tensors) if _autograd.wanted(*tensors) else own.forward(*tensors)
     geometry = Convolution(stride, padding, dilation, groups)
-    return _masked.run(geometry, Draws(triton, first, samples, tau), False, x, weight, logits, bias, bias_logits, seed)
+    return _masked.run(geometry, Draws(triton, first, samples, tau), False, *tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def fake_forward(
     x: Tensor, weight: Tensor, logits: Tensor, biases: Tensor | None, seed: Tensor, samples: int, first: int = 0
 ) -> Tensor:
     _checks.one_device(x, weight, logits, biases)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], weight.shape[-2]))
 
 
 def fake_backward(
@@ -127,21 +127,47 @@ def fake_backward(
     needs: Sequence[bool],
     first: int = 0,
 ) -> list[Tensor]:
-    return _masked.fake_gradients((x, weight, logits), needs)
+    found = _masked.fake_gradients((x, weight, logits), needs)
+    if weight.dim() == 2:
+        return found
+    return [value if need else x.new_empty(weight.shape[0], 0) for value, need in zip(found, needs, strict=True)]
+
+
+def _side_by_side(weight: int) -> Callable[[Any], _autograd.Rule]:
+    """The vmap rule of a kernel that serves many layers in one call: each of its five tensors, of which number
+    ``weight`` is the weight and the last the seed, gets one more dimension in front; not so a seed that all share."""
+
+    def of(overload: Any) -> _autograd.Rule:
+        loop = _autograd.by_elements(overload)
+
+        def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+            if arguments[weight].dim() - _autograd.batched(in_dims[weight]) != 2:  # layers side by side already
+                return loop(info, in_dims, *arguments)
+            given = zip(arguments[:4], in_dims, strict=False)
+            fronts = [None if tensor is None else _autograd.in_front(info, tensor, dim) for tensor, dim in given]
+            seed = arguments[4] if in_dims[4] is None else _autograd.in_front(info, arguments[4], in_dims[4])
+            found = overload(*fronts, seed, *arguments[5:])
+            return found, 0 if isinstance(found, Tensor) else [0] * len(found)
+
+        return rule
+
+    return of
 
 
 #: x [B, ..., in], part s of the batch through sample first + s of the masked weight [out, in], plus row s of biases
-#: [S, out]
+#: [S, out]. Of weights [layers, out, in] the same for each, of tensors with one more dimension in front.
 FORWARD = _autograd.define(
     "masked_linear_forward(Tensor x, Tensor weight, Tensor logits, Tensor? biases, Tensor seed, int samples, "
     "int first=0) -> Tensor",
     fake_forward,
+    _side_by_side(1),
 )
 #: gradients of x, weight and logits; empty where not needed
 BACKWARD = _autograd.define(
     "masked_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor logits, Tensor seed, int samples, float tau, "
     "bool[3] needs, int first=0) -> Tensor[]",
     fake_backward,
+    _side_by_side(2),
 )
 
 #: Instruction set of the CPU kernels -> (rows for large weights, rows * weights to add for small ones).

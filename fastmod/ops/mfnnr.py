@@ -171,7 +171,11 @@ def reference(
 def saved_rows(x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor]) -> int:
     """Activations kept per batch element: hidden layers of both FNNs, their outputs, and the routed blocks."""
     m, d = x.shape[-2:]
-    return sum(bias.shape[0] for bias in [*route[1::2], *update[1::2]]) + route[-1].shape[0] // m * d
+    return sum(bias.shape[-1] for bias in [*route[1::2], *update[1::2]]) + route[-1].shape[-1] // m * d
+
+
+# Kernels and their fakes take the parameters of many nets at once too: with a dimension of copies in front, which x,
+# temperatures, seeds and all results then have as well.
 
 
 def fake_forward(
@@ -188,18 +192,19 @@ def fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _checks.one_device(x, *route, *update, tau)
     *batch, m, d = x.shape
-    n = route[-1].shape[0] // m
+    n = route[-1].shape[-1] // m
     wide = _checks.compute_dtype(x)
+    copies = route[0].shape[:-2]
     elements = 1
-    for size in batch:
+    for size in batch[len(copies) :]:
         elements = elements * size
     padded = (elements + BATCH_TILE - 1) // BATCH_TILE * BATCH_TILE
     return (
         x.new_empty(*batch, n, d),
-        x.new_empty((), dtype=wide),
+        x.new_empty(copies, dtype=wide),
         x.new_empty(*batch, m, n),
         x.new_empty(*batch, n),
-        x.new_empty(padded * saved_rows(x, route, update) if save else 0, dtype=wide),
+        x.new_empty(*copies, padded * saved_rows(x, route, update) if save else 0, dtype=wide),
     )
 
 
@@ -221,7 +226,8 @@ def fake_backward(
 ) -> list[Tensor]:
     """``[grad x, grad tau, grads of route..., grads of update...]``; what is not needed is empty or left out."""
     wide = _checks.compute_dtype(x)
-    grads = [x.new_empty(x.shape if need_x else (0,)), x.new_empty((), dtype=wide)]
+    copies = route[0].shape[:-2]
+    grads = [x.new_empty(x.shape if need_x else (*copies, 0)), x.new_empty(copies, dtype=wide)]
     if need_params:
         grads += [p.new_empty(p.shape) for p in [*route, *update]]
     return grads
@@ -237,12 +243,12 @@ def penalties(logits: Tensor, gates: Tensor, threshold: float) -> Tensor:
 def _forward_rule(overload: Any) -> _autograd.Rule:
     """Elements of x as a larger batch in one call, unless they differ in parameters or draw noise. Nothing is kept
     then: the backward, which must tell their gradients apart, starts anew in plain PyTorch."""
-    loop = _autograd.by_elements(overload)
+    over_copies = _autograd.over_copies(overload, 1)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         x, route, update, tau, tau_value, seed, mode, context, threshold, _ = arguments
-        if mode == MODES["gumbel"] or any(_autograd.batched(dim) for dim in in_dims[1:4]):
-            return loop(info, in_dims, *arguments)
+        if mode == MODES["gumbel"] or route[0].dim() > 2 or any(_autograd.batched(dim) for dim in in_dims[1:4]):
+            return over_copies(info, in_dims, *arguments)
         wide = _checks.compute_dtype(x)  # the penalty is that of logits before they are rounded
         fronts = [
             _autograd.in_front(info, x, in_dims[0]).to(wide),
@@ -267,6 +273,7 @@ BACKWARD = _autograd.define(
     "float tau_value, Tensor? seed, int mode, bool context, float threshold, Tensor saved, bool need_x, "
     "bool need_params) -> Tensor[]",
     fake_backward,
+    lambda overload: _autograd.over_copies(overload, 3),
 )
 
 
@@ -362,7 +369,7 @@ def _by_reference(
 
     grads = with_gradient(None, None, grad_out, grad_penalty)[1]
     places = [*range(not need_x, 1 + need_tau), *(range(3, len(inputs)) if need_params else ())]
-    return _autograd.pulled(plain, places, grads, *inputs)
+    return _autograd.pulled(_autograd.each_copy(plain, inputs[3]), places, grads, *inputs)
 
 
 def with_gradient(
@@ -371,6 +378,18 @@ def with_gradient(
     """Those of two results that have a gradient, and the gradients."""
     pairs = [(a, g) for a, g in ((out, grad_out), (penalty, grad_penalty)) if g is not None]
     return tuple(a for a, _ in pairs), tuple(g for _, g in pairs)
+
+
+def _node(numbers: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, ...]:
+    """``(out, penalty, logits, gate)``"""
+    if _autograd.pure():
+        copies = not numbers[0] and _autograd.maps_copies(inputs[3:])
+        return (MfnnrOfCopies if copies else Mfnnr).apply(numbers, *inputs)[:4]
+    shown: list[Tensor] = []
+    return *_at_once((*numbers, shown), *inputs), *shown
+
+
+MfnnrOfCopies = _autograd.of_copies(Mfnnr, _node)
 
 
 @in_graph
@@ -387,9 +406,5 @@ def _run(
     triton: bool,
 ) -> tuple[Tensor, ...]:
     if _autograd.wanted(x, *route, *update, tau):
-        numbers = (triton, len(route), tau_value, mode, context, threshold)
-        if _autograd.pure():
-            return Mfnnr.apply(numbers, x, tau, seed, *route, *update)[:4]
-        shown: list[Tensor] = []
-        return *_at_once((*numbers, shown), x, tau, seed, *route, *update), *shown
+        return _node((triton, len(route), tau_value, mode, context, threshold), x, tau, seed, *route, *update)
     return FORWARD[triton](x, route, update, tau, tau_value, seed, mode, context, threshold, False)[:4]

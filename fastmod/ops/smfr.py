@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 from fastmod import backend, noise
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
-from fastmod.ops.mfnnr import BACKWARD as MFNNR_BACKWARD
-from fastmod.ops.mfnnr import FORWARD as MFNNR_FORWARD
 from fastmod.ops.mfnnr import NO_PENALTY, check_layer, penalties, with_gradient
 from fastmod.ops.mfnnr import fake_backward as mfnnr_fake_backward
 from fastmod.ops.mfnnr import fake_forward as mfnnr_fake_forward
@@ -113,7 +110,7 @@ def _check(
         if not isinstance(tau, Tensor):
             raise TypeError(f"taus[{i}]: expected a floating-point 0-d tensor, got {type(tau).__name__}")
         _checks.tau_tensor(f"taus[{i}]", tau, x, "a floating-point 0-d tensor")
-        if tau.device.type == "cpu" and not torch.compiler.is_compiling() and not tau.item() > 0:
+        if tau.device.type == "cpu" and not _autograd.pure() and not tau.item() > 0:
             raise ValueError(f"taus[{i}]: expected a number > 0, got {tau.item()}")
 
 
@@ -207,86 +204,21 @@ def fake_backward(
     grads = mfnnr_fake_backward(
         grad_out, grad_penalty, x, params, [], None, 1.0, None, mode, context, threshold, saved[0], need_x, need_params
     )
-    wide = _checks.compute_dtype(x)
-    return [grads[0], *[x.new_empty((), dtype=wide) for _ in taus], *grads[2:]]
+    return [grads[0], *[torch.empty_like(grads[1]) for _ in taus], *grads[2:]]
 
 
-# ------------------------------------------------------------------------------------------- layer by layer: Triton
-
-
-def _forward_by_layers(
-    triton: bool,
-    x: Tensor,
-    params: Sequence[Tensor],
-    fnn_tensors: int,
-    taus: Sequence[Tensor],
-    seeds: Sequence[Tensor],
-    mode: int,
-    context: bool,
-    threshold: float,
-    save: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-    """As the kernel ``smfr_forward``."""
-    total: Tensor | None = None
-    logits, gates, saved = [], [], []
-    for i, (route, update, tau, seed) in enumerate(_each_layer(params, fnn_tensors, taus, seeds)):
-        out, penalty, logit, gate, kept = MFNNR_FORWARD[triton](
-            x, route, update, tau, 1.0, seed, mode, context, threshold, save
-        )
-        total = penalty if total is None else total + penalty
-        logits.append(logit)
-        gates.append(gate)
-        if save:
-            saved += [x, kept] if i else [kept]
-        x = out
-    assert total is not None
-    return x, total, logits, gates, saved
-
-
-def _backward_by_layers(
-    triton: bool,
-    grad_out: Tensor | None,
-    grad_penalty: Tensor | None,
-    x: Tensor,
-    params: Sequence[Tensor],
-    fnn_tensors: int,
-    taus: Sequence[Tensor],
-    seeds: Sequence[Tensor],
-    mode: int,
-    context: bool,
-    threshold: float,
-    saved: Sequence[Tensor],
-    need_x: bool,
-    need_params: bool,
-) -> list[Tensor]:
-    """As the kernel ``smfr_backward``."""
-    layers = _each_layer(params, fnn_tensors, taus, seeds)
-    grad = grad_out
-    grad_taus: list[Tensor] = []
-    grad_params: list[Tensor] = []
-    for i in reversed(range(len(layers))):
-        route, update, tau, seed = layers[i]
-        grad, grad_tau, *found = MFNNR_BACKWARD[triton](
-            grad, grad_penalty, saved[2 * i - 1] if i else x, route, update, tau, 1.0, seed, mode, context, threshold,
-            saved[2 * i], i > 0 or need_x, need_params,
-        )  # fmt: skip
-        grad_taus.insert(0, grad_tau)
-        grad_params[:0] = found
-    assert grad is not None
-    return [grad, *(grad_taus if taus else []), *grad_params]
-
-
-# ------------------------------------------------------------------------------- the stack in one go: CPU and CUDA C++
+# ---------------------------------------------------------------------------------------------------- kernels
 
 
 def _forward_rule(overload: Any) -> _autograd.Rule:
     """As that of ``mfnnr``."""
-    loop = _nested_by_elements(overload)
+    over_copies = _autograd.over_copies(overload, 1)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         x, params, fnn_tensors, taus, seeds, mode, context, threshold, _ = arguments
-        if mode == MODES["gumbel"] or _autograd.batched(in_dims[1]) or _autograd.batched(in_dims[3]):
-            return loop(info, in_dims, *arguments)
+        copies = params[0].dim() > 2 or _autograd.batched(in_dims[1]) or _autograd.batched(in_dims[3])
+        if mode == MODES["gumbel"] or copies:
+            return over_copies(info, in_dims, *arguments)
         wide = _checks.compute_dtype(x)
         out, _, logits, gates, kept = overload(
             _autograd.in_front(info, x, in_dims[0]).to(wide), [p.to(wide) for p in params], fnn_tensors, taus, seeds,
@@ -295,22 +227,6 @@ def _forward_rule(overload: Any) -> _autograd.Rule:
         total = sum(penalties(a, b, threshold) for a, b in zip(logits, gates, strict=True))
         shown = [[t.to(x.dtype) for t in tensors] for tensors in (logits, gates)]
         return (out.to(x.dtype), total, *shown, kept), (0, 0, [0] * len(logits), [0] * len(gates), [])
-
-    return rule
-
-
-def _nested_by_elements(overload: Any) -> _autograd.Rule:
-    """:func:`fastmod.ops._autograd.by_elements` of a kernel that returns lists among its results."""
-
-    def flat(*arguments: Any) -> tuple[Tensor, ...]:
-        out, penalty, logits, gates, saved = overload(*arguments)
-        return out, penalty, *logits, *gates, *saved
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        found, _ = _autograd.by_elements(flat)(info, in_dims, *arguments)
-        depth = len(arguments[1]) // (2 * arguments[2])
-        lists = [list(found[2 : 2 + depth]), list(found[2 + depth : 2 + 2 * depth]), list(found[2 + 2 * depth :])]
-        return (found[0], found[1], *lists), (0, 0, *[[0] * len(some) for some in lists])
 
     return rule
 
@@ -327,16 +243,8 @@ BACKWARD = _autograd.define(
     "Tensor[] seeds, int mode, bool context, float threshold, Tensor[] saved, bool need_x, bool need_params) "
     "-> Tensor[]",
     fake_backward,
+    lambda overload: _autograd.over_copies(overload, 3),
 )
-
-
-def _forward(triton: bool, x: Tensor, *arguments: Any) -> Any:
-    return _forward_by_layers(triton, x, *arguments) if triton else FORWARD[0](x, *arguments)
-
-
-def _backward(triton: bool, grad_out: Tensor | None, grad_penalty: Tensor | None, x: Tensor, *arguments: Any) -> Any:
-    run = partial(_backward_by_layers, triton) if triton else BACKWARD[0]
-    return run(grad_out, grad_penalty, x, *arguments)
 
 
 class Smfr(_autograd.Op):
@@ -372,7 +280,7 @@ class Smfr(_autograd.Op):
 def _kept_forward(numbers: tuple[Any, ...], x: Tensor, tensors: Sequence[Tensor]) -> Any:
     triton, first, last, fnn_tensors, mode, context, threshold = numbers
     lists = tensors[first:last], fnn_tensors, tensors[:first], tensors[last:]
-    return _forward(triton, x, *lists, mode, context, threshold, True)
+    return FORWARD[triton](x, *lists, mode, context, threshold, True)
 
 
 class _SmfrAtOnce(torch.autograd.Function):
@@ -393,72 +301,6 @@ class _SmfrAtOnce(torch.autograd.Function):
 _at_once = _autograd.without_binding(_SmfrAtOnce)
 
 
-class SmfrOverCopies(_autograd.Op):
-    """:class:`Smfr` whose parameters are many nets' under ``torch.vmap``: one call of the kernel for each, and beside
-    that no more calls of torch than for one net."""
-
-    generate_vmap_rule = False
-    forward = Smfr.forward
-    setup_context = Smfr.setup_context
-    backward = Smfr.backward
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], numbers: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, Any]:
-        if _autograd.pure():  # there are more transforms: those know nothing of copies
-            layers = (numbers[2] - numbers[1]) // (2 * numbers[3])
-            each = zip(*_copied(in_dims[1:], info.batch_size, tensors), strict=True)
-            found = [Smfr.apply(numbers, *own)[: 2 + 2 * layers] for own in each]
-            stacked = [torch.stack(parts) for parts in zip(*found, strict=True)]
-        else:
-            stacked = _Copies.apply(numbers, in_dims[1:], info.batch_size, *tensors)
-        return tuple(stacked), (0,) * len(stacked)
-
-
-def _copied(dims: Sequence[int | None], copies: int, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Of every tensor those of all copies; what the copies share is there for each."""
-    return [_autograd.elements(tensor, dim, copies) for tensor, dim in zip(tensors, dims, strict=True)]
-
-
-class _Copies(torch.autograd.Function):
-    """``tensors``: x, then as those of :class:`Smfr`, with a dimension of copies where ``dims`` has one. What a kernel
-    keeps is saved copy by copy, as stacking it would cost as much as computing it."""
-
-    @staticmethod
-    def forward(ctx: Any, numbers: Any, dims: Sequence[int | None], copies: int, *tensors: Tensor) -> tuple[Any, ...]:
-        each = zip(*_copied(dims, copies, tensors), strict=True)
-        found = [_kept_forward(numbers, own[0], own[1:]) for own in each]
-        ctx.numbers, ctx.dims, ctx.copies = numbers, dims, copies
-        ctx.save_for_backward(*tensors, *[tensor for result in found for tensor in result[4]])
-        ctx.set_materialize_grads(False)
-        out, penalty = (torch.stack([result[i] for result in found]) for i in (0, 1))
-        shown = [torch.stack(parts) for i in (2, 3) for parts in zip(*[result[i] for result in found], strict=True)]
-        ctx.mark_non_differentiable(*shown)
-        return out, penalty, *shown
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[3:]
-        if grads[0] is None and grads[1] is None:
-            return (None,) * (3 + len(needs))
-        first, last = ctx.numbers[1:3]
-        wants = needs[0], first > 0, True in needs[1 + first : 1 + last]
-        saved = ctx.saved_tensors
-        tensors, kept = saved[: len(needs)], saved[len(needs) :]
-        numbers, size = (ctx.numbers, wants, len(needs) - 1), len(kept) // ctx.copies
-        of_out, of_penalty = ([None] * ctx.copies if grad is None else grad.unbind() for grad in grads[:2])
-        found = []
-        for i, own in enumerate(zip(*_copied(ctx.dims, ctx.copies, tensors), strict=True)):
-            mine = kept[i * size : (i + 1) * size]
-            found.append(_autograd.gradients(_by_kernel, _by_reference, numbers, of_out[i], of_penalty[i], *own, *mine))
-        joined: list[Tensor | None] = [torch.stack(parts) for parts in zip(*found, strict=True)]
-        joined = joined if wants[0] else [None, *joined]
-        result: list[Tensor | None] = [None] * len(needs)
-        for i, (grad, dim) in enumerate(zip(joined, ctx.dims, strict=False)):
-            if grad is not None and needs[i]:
-                result[i] = grad.sum(0) if dim is None else grad.movedim(0, dim)
-        return None, None, None, *result
-
-
 def _by_kernel(
     numbers: tuple[Any, ...], grad_out: Tensor | None, grad_penalty: Tensor | None, x: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
@@ -467,8 +309,8 @@ def _by_kernel(
     (triton, first, last, fnn_tensors, mode, context, threshold), (need_x, _, need_params), count = numbers
     if len(tensors) == count:  # nothing was kept: a batch of elements under vmap
         return _by_reference(numbers, grad_out, grad_penalty, x, *tensors)
-    found = _backward(
-        triton, grad_out, grad_penalty, x, tensors[first:last], fnn_tensors, tensors[:first], tensors[last:count],
+    found = BACKWARD[triton](
+        grad_out, grad_penalty, x, tensors[first:last], fnn_tensors, tensors[:first], tensors[last:count],
         mode, context, threshold, tensors[count:], need_x, need_params,
     )  # fmt: skip
     for i in range(first):
@@ -488,7 +330,21 @@ def _by_reference(
 
     grads = with_gradient(None, None, grad_out, grad_penalty)[1]
     places = range(not need_x, 1 + (last if need_params else first))
-    return _autograd.pulled(plain, places, grads, *inputs[: 1 + count])
+    return _autograd.pulled(_autograd.each_copy(plain, inputs[1 + first]), places, grads, *inputs[: 1 + count])
+
+
+def _node(numbers: tuple[Any, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """``(out, penalty, *logits, *gates)``"""
+    triton, first, last, fnn_tensors, *_ = numbers
+    if _autograd.pure():
+        copies = not triton and _autograd.maps_copies(inputs[1 + first : 1 + last])
+        found = (SmfrOfCopies if copies else Smfr).apply(numbers, *inputs)
+        return found[: 2 + (last - first) // fnn_tensors]
+    shown: list[Tensor] = []
+    return *_at_once((*numbers, shown), *inputs), *shown
+
+
+SmfrOfCopies = _autograd.of_copies(Smfr, _node)
 
 
 @in_graph
@@ -503,13 +359,9 @@ def _run(
     threshold: float,
     triton: bool,
 ) -> tuple[Tensor, ...]:
-    """``(out, penalty, *logits, *gates, ...)``"""
+    """``(out, penalty, *logits, *gates)``"""
     if _autograd.wanted(x, *params, *taus):
         numbers = triton, len(taus), len(taus) + len(params), fnn_tensors, mode, context, threshold
-        if _autograd.pure():
-            over_copies = any(torch._C._functorch.is_batchedtensor(p) for p in params)
-            return (SmfrOverCopies if over_copies else Smfr).apply(numbers, x, *taus, *params, *seeds)
-        shown: list[Tensor] = []
-        return *_at_once((*numbers, shown), x, *taus, *params, *seeds), *shown
-    found = _forward(triton, x, params, fnn_tensors, taus, seeds, mode, context, threshold, False)
+        return _node(numbers, x, *taus, *params, *seeds)
+    found = FORWARD[triton](x, params, fnn_tensors, taus, seeds, mode, context, threshold, False)
     return found[0], found[1], *found[2], *found[3]

@@ -70,7 +70,14 @@ def test_contenders_agree(case: Case) -> None:
 def test_cases_are_found() -> None:
     cases = checkout.cases()
     assert len({case.name for case in cases}) == len(cases)
-    assert {case.op for case in cases} == {*backend.OPS, "masked_model", "optim.Adam", "ResMixNet", "IsometricNet"}
+    assert {case.op for case in cases} == {
+        *backend.OPS,
+        "masked_model",
+        "optim.Adam",
+        "nn.Ensemble",
+        "ResMixNet",
+        "IsometricNet",
+    }
     assert {case.op for case in checkout.smoke()} == {case.op for case in cases}
 
 
@@ -359,7 +366,7 @@ def test_page(tmp_path: Path) -> None:
     wrong = clock.Result("fake", "B4", 1.5, 1.0, 1e-4, {})
     eager_alone = dataclasses.replace(result("B5"), times={k: v for k, v in result().times.items() if k != "compile"})
     files = {
-        "old": made(result("B0"), commit="b" * 40, date="2026-01-01T00:00:00"),
+        "old": made(result("B0"), result("B1"), commit="b" * 40, date="2026-01-01T00:00:00"),
         "first": made(result("B1", target=2.5), result("B2", target=3.0, spread=2)),
         "second": made(result("B1", ours=5e-4, target=2.5), wrong, eager_alone, date="2026-01-03T00:00:00"),
         "other": made(result("B6"), isa="avx512", dirty=True),
@@ -385,6 +392,14 @@ def test_page(tmp_path: Path) -> None:
         "Aims: 1 of 3 met. **Missed:** `fake` B2 (~2.00 of 3).\n"
         "\n"
         "Results differ, so no figures: `fake` B4.\n"
+        "\n"
+        "Commit bbbbbbbbbbbb; fastmod 0.1.0, torch 2.6.0; 2026-01-01. Not measured since:\n"
+        "\n"
+        "| case | eager | compile | fastmod | ratio | aim |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |\n"
+        "| `fake` B0 | 3.00 | 2.00 | 1.00 | 2.00 | - |\n"
+        "\n"
+        "No aim was set for any of these.\n"
     )
     assert "changes that are not committed" in avx512 and "B7" in avx512 and "B6" not in avx512
 

@@ -17,16 +17,14 @@ from tests.helpers.cuda_host.checks import (
     F64,
     GUMBEL,
     SEED,
-    SMALL_MFNNR,
     Mask,
-    Mfnnr,
     assert_close,
     assert_same_masks,
     linears,
     mask_logits,
-    plain_mfnnr,
     random,
 )
+from tests.helpers.cuda_host.mfnnr import SMALL_MFNNR, Mfnnr, plain_mfnnr
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +117,12 @@ BOUND_MFNNR = [
     SMALL_MFNNR._replace(dtype=F64, mode=GUMBEL),
     SMALL_MFNNR._replace(dtype=F64, context=False, mode=ARGMAX),
     SMALL_MFNNR._replace(threshold=NO_PENALTY),
-    SMALL_MFNNR._replace(route=(130,), update=(140, 3)),  # cuBLAS
+    SMALL_MFNNR._replace(route=(130,), update=(140, 3)),
     SMALL_MFNNR._replace(route=(130,), update=(140, 3), dtype=F64, mode=GUMBEL, context=False),
     SMALL_MFNNR._replace(route=(130,), threshold=NO_PENALTY),
     SMALL_MFNNR._replace(sizes=(0, 3, 4, 5)),
     SMALL_MFNNR._replace(dtype=torch.bfloat16),
+    SMALL_MFNNR._replace(dtype=torch.bfloat16, route=(130,), update=(132, 140), context=False),
     SMALL_MFNNR._replace(dtype=torch.float16, route=(130,)),
 ]
 

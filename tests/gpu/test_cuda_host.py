@@ -16,7 +16,7 @@ from fastmod.ops._checks import FLOAT_DTYPES
 from fastmod.ops.mfnnr import reference as mfnnr_reference
 from fastmod.ops.multiplex import reference as multiplex_reference
 from fastmod.ops.range_penalty import reference as range_penalty_reference
-from tests.helpers.cuda_host import Harness, LaunchError, Out, checks
+from tests.helpers.cuda_host import Harness, Out, checks
 from tests.helpers.cuda_host.checks import (
     ARGMAX,
     F32,
@@ -25,22 +25,19 @@ from tests.helpers.cuda_host.checks import (
     INF,
     NAN,
     SEED,
-    SMALL_MFNNR,
     SOFTMAX,
     Gate,
     Mask,
-    Mfnnr,
     Multiplex,
     check_gate,
     check_mask,
-    check_mfnnr,
     check_multiplex,
     check_penalty,
-    fused_forward,
     linears,
     random,
 )
 from tests.helpers.cuda_host.masked_linear import MaskedLinear, check_masked_linear
+from tests.helpers.cuda_host.mfnnr import SMALL_MFNNR, Mfnnr, check_mfnnr, launched_forward
 from tests.helpers.cuda_host.mixtures import check_entropy, check_mix, check_mixtures
 
 plain, asan, tsan = checks.plain, checks.asan, checks.tsan  # fixtures of this module
@@ -70,14 +67,16 @@ def test_multiplex_options(plain: Harness) -> None:
     leaf = logits.double().requires_grad_()
     out = multiplex_reference(blocks.double(), leaf, None, 0.5, None, SOFTMAX)
     ((out * grad).sum() + 0.3 * range_penalty_reference([leaf], 4.0)).backward()
-    (got,) = plain.call(
-        "multiplex_backward_logits", grad, blocks, logits, Out(batch, m, n, dtype=F32), None, None, None, None,
-        torch.tensor(0.3), ints=[*sizes, SOFTMAX, 0], floats=[0.5, 4.0],
-    )  # fmt: skip
-    torch.testing.assert_close(got.double(), leaf.grad, rtol=1e-5, atol=1e-5)
-    weights, base = random(batch, m, n, seed=2), random(batch, m, d, seed=3)
-    (got,) = plain.call("multiplex_backward_blocks", grad, weights, base, Out(batch, m, d, dtype=F32), ints=sizes)
-    torch.testing.assert_close(got, base + weights @ grad)
+    base = random(batch, m, d, seed=3)
+    for own in (base, None):
+        wanted = None if own is None else Out(batch, m, d, dtype=F32)
+        *got_blocks, got = plain.call(
+            "multiplex_backward", grad, blocks, logits, own, wanted, Out(batch, m, n, dtype=F32), None, None, None,
+            torch.tensor(0.3), ints=[*sizes, SOFTMAX, 0], floats=[0.5, 4.0],
+        )  # fmt: skip
+        torch.testing.assert_close(got.double(), leaf.grad, rtol=1e-5, atol=1e-5)
+        for each in got_blocks:
+            torch.testing.assert_close(each, base + (logits / 0.5).softmax(1) @ grad)
 
 
 def test_noise_bits(plain: Harness) -> None:
@@ -133,6 +132,15 @@ MASKED_LINEAR = [
 ]
 
 
+#: So many weights that blocks have larger tiles of their gradients, the last of which are not whole.
+LARGE = [MaskedLinear((2, 1000, 508), dtype, samples=1) for dtype in (F32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("case", LARGE, ids=MaskedLinear.id)
+def test_masked_linear_with_many_weights(plain: Harness, case: MaskedLinear) -> None:
+    check_masked_linear(plain, case)
+
+
 @pytest.mark.parametrize("case", MASKED_LINEAR, ids=MaskedLinear.id)
 def test_masked_linear(plain: Harness, case: MaskedLinear) -> None:
     check_masked_linear(plain, case, DRAWS)
@@ -140,12 +148,14 @@ def test_masked_linear(plain: Harness, case: MaskedLinear) -> None:
 
 # ---- mfnnr
 
-#: Logits far apart, and activations that nobody keeps.
+#: Logits far apart; layers of several tiles, of widths that take 16 bytes at once and of others.
 MFNNR = [
     SMALL_MFNNR,
-    SMALL_MFNNR._replace(save=False),
     SMALL_MFNNR._replace(scale=1e4),
     SMALL_MFNNR._replace(scale=1e4, mode=GUMBEL, dtype=F64),
+    Mfnnr((33, 3, 2, 8), (132, 40), (72,)),
+    Mfnnr((5, 3, 2, 8), (136,), (72, 16), torch.bfloat16),
+    Mfnnr((0, 3, 2, 8), (9,), (6,)),
 ]
 
 
@@ -162,25 +172,16 @@ def test_mfnnr_with_one_gradient(plain: Harness, grad_of: str) -> None:
 def test_mfnnr_nan_row_stays_in_its_row(plain: Harness) -> None:
     x, tau = random(17, 3, 5), 1.0
     route, update = linears(15, [9, 12], F32, 1), linears(35, [6, 7, 24], F32, 2)
-    clean = fused_forward(plain, SMALL_MFNNR, x, route, update, tau)
+    clean = launched_forward(plain, SMALL_MFNNR, x, route, update, tau)
     x[4, 1, 2] = NAN
     x[9, 0, 0] = INF
-    got = fused_forward(plain, SMALL_MFNNR, x, route, update, tau)
+    got = launched_forward(plain, SMALL_MFNNR, x, route, update, tau)
     assert got.out[4].isnan().all()
     assert got.penalty.isnan()
     rest = [i for i in range(17) if i not in (4, 9)]
     assert torch.equal(got.out[rest], clean.out[rest])
     want = mfnnr_reference(x, route, update, None, tau, None, SOFTMAX, True, 1.0)
     assert torch.equal(got.out.isnan(), want.out.flatten(1).isnan())
-
-
-def test_mfnnr_refuses_what_does_not_fit(plain: Harness) -> None:
-    for widths in ((129,), (4,) * 8):
-        case = Mfnnr((2, 3, 4, 5), widths, ())
-        route, update = linears(15, [*widths, 12], F32, 1), linears(35, [24], F32, 2)
-        with pytest.raises(LaunchError) as raised:
-            fused_forward(plain, case, random(2, 3, 5), route, update, 1.0)
-        assert raised.value.code == 1
 
 
 # ---- norm_pool, template_mix and its penalties
@@ -216,9 +217,9 @@ def check_everything(harness: Harness, dtypes: Sequence[torch.dtype]) -> None:
         check_masked_linear(harness, MaskedLinear((34, 66, 37), dtype, pointer=True))
         check_masked_linear(harness, MaskedLinear((5, 9, 68), dtype, tau=0.5, biased=False))
         check_mixtures(harness, dtype)
-    for dtype in (F32, F64):
         check_mfnnr(harness, SMALL_MFNNR._replace(dtype=dtype))
     check_mfnnr(harness, Mfnnr((3, 5, 13, 11), (128,), (), mode=ARGMAX, context=False))
+    check_mfnnr(harness, Mfnnr((35, 2, 2, 4), (36,), (8,)))
 
 
 def test_address_and_undefined_behaviour_sanitizer(asan: Harness) -> None:

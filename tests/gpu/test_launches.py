@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -46,6 +47,44 @@ def test_launches_of_plain_pytorch(row: launch_table.Row) -> None:
         assert len(aten.of_step(shape.plain, shape.tensors(dtype=launch_table.DTYPES[row.dtype]))) == row.eager
 
 
+@pytest.mark.parametrize("name", ["mfnnr 5 to 4 D196 h400 B128", "smfr 6 to 5 D10 w8 d3 h100 B128"])
+def test_autocast_casts_all_parameters_in_one_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    shape = shapes.find(name)
+
+    def under_autocast(tensors: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return shape.call(tensors)
+
+    monkeypatch.setattr(fastmod.backend, "CAST_TOGETHER", {"cpu"})  # as on a GPU
+    found = recorder.record(dataclasses.replace(shape, call=under_autocast))
+    expected = recorder.record(shape, torch.bfloat16)
+    for half, alone in zip(found, expected, strict=True):
+        assert [each.name for each in half] == [*(each.name for each in alone), "aten::_foreach_copy_"]
+
+
+def test_casts_together_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, gradients and second derivatives; a tensor that needs no cast, fp64 and None stay as they are."""
+    torch.manual_seed(0)
+    wide, half = torch.randn(5, 3, requires_grad=True), torch.randn(3).half().requires_grad_()
+    strided, fp64 = torch.randn(3, 5).t().requires_grad_(), torch.randn(2, dtype=torch.float64)
+    low, inputs = torch.randn(4).bfloat16(), [wide, half, strided]
+    found = []
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(fastmod.backend, "CAST_TOGETHER", devices)
+        with torch.autocast("cpu", torch.bfloat16):
+            *casts, same, other, none = fastmod.backend.lowered(*inputs, low, fp64, None)
+        assert same is low and other is fp64 and none is None
+        assert [t.dtype for t in casts] == [torch.bfloat16] * 3
+        assert [t.stride() for t in casts] == [t.stride() for t in inputs]
+        value = sum(t.float().pow(3).sum() for t in casts[1:])  # nothing of the first
+        first = torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+        assert first[0] is None
+        second = torch.autograd.grad([g.sum() for g in first[1:]], inputs[1:])
+        found.append([*casts, *first[1:], *second])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.op} {sample.label}")
 def test_every_op_can_be_captured(sample: Sample) -> None:
     """Odd shapes, integer seeds, temperatures and permuted inputs too: nothing waits, nothing on the default stream."""
@@ -71,6 +110,16 @@ def test_a_recorded_launch_is_told_and_left_out() -> None:
     assert value.item() == 0
     backends.host_bindings()["forbidden"](value, len(FORBIDDEN))
     assert value.item() == 1  # nothing is left of the recorder
+
+
+def test_more_copies_than_a_grid_takes() -> None:
+    """Copies are grid.y, which ends at 65535."""
+    shape = shapes.smfr(1, (1, 1, 1), 1, (1,), copies=70_000)
+    tensors = shape.tensors()
+    with torch.no_grad(), recorder.on_the_harness("smfr"):
+        recorder.capture(lambda: shape.call(tensors))  # what is made once
+        launches = recorder.capture(lambda: shape.call(tensors))
+    assert [each.grid for each in launches] == [(1, 65_535, 1), (1, 4_465, 1)]
 
 
 def test_kernels_are_told_by_name_and_template() -> None:

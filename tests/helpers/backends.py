@@ -170,7 +170,8 @@ def in_each_order(name: str, function: Callable[..., Any], *arguments: Any) -> A
     arguments += left_out(name, len(arguments))
     # What the schema says is written, as running statistics are, begins anew for every order.
     pairs = list(zip(schema, arguments, strict=True))
-    state = [t for a, t in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(t, Tensor)]
+    written = [t for a, t in pairs if a.alias_info is not None and a.alias_info.is_write]
+    state = [t for t in pytree.tree_leaves(written) if isinstance(t, Tensor)]
     begin = [t.clone() for t in state]
     inputs = [
         t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor) and not any(t is other for other in state)
@@ -181,13 +182,13 @@ def in_each_order(name: str, function: Callable[..., Any], *arguments: Any) -> A
         host_bindings()["set_order"](order)
         for now, then in zip(state, begin, strict=True):
             now.copy_(then)
-        found.append(function(*arguments))
+        found.append((function(*arguments), [t.clone() for t in state]))
         for i, (now, then) in enumerate(zip(inputs, before, strict=True)):
             assert same_bits(now, then), f"{name}: tensor {i} is an input and was written"
     for other in found[1:]:
         for i, (a, b) in enumerate(zip(pytree.tree_leaves(found[0]), pytree.tree_leaves(other), strict=True)):
             assert same_bits(a, b), f"{name}: result {i} depends on the order of threads"
-    return found[0]
+    return found[0][0]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

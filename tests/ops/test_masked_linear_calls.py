@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmod
 from fastmod import ops
@@ -48,6 +49,61 @@ def test_opcheck() -> None:
     grad = laid_out(torch.randn(6, 5), "permuted")
     for needs in ([True, True, True], [False, True, False]):
         opchecked("masked_linear_backward", grad, *permuted, key, 3, 0.5, needs)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shared", ["nothing", "x", "seed", "weight", "logits"])
+def test_layers_side_by_side_are_each_as_alone(dtype: torch.dtype, shared: str) -> None:
+    """vmap over stacked parameters: values, masks and gradients bit for bit."""
+    copies = [draw(2, 5, 36, 33, dtype) for _ in range(3)]
+    seeds = torch.tensor([5, -3, 2**62])
+    x, weight, logits, bias, bias_logits = (torch.stack(each) for each in zip(*copies, strict=True))
+    given = {"x": x, "weight": weight, "logits": logits, "bias": bias, "bias_logits": bias_logits, "seed": seeds}
+    dims = {name: None if name == shared else 0 for name in given}
+    given = {name: value if dims[name] == 0 else value[1] for name, value in given.items()}
+
+    def function(x, weight, logits, bias, bias_logits, seed):
+        return ops.masked_linear(x, weight, logits, 2, bias=bias, bias_logits=bias_logits, seed=seed, tau=0.7)
+
+    def gradients(*values):
+        return torch.func.grad(lambda *v: function(*v).square().sum(), argnums=(0, 1, 2, 3, 4))(*values)
+
+    order, in_dims = list(given.values()), tuple(dims.values())
+    found = torch.vmap(function, in_dims)(*order), *torch.vmap(gradients, in_dims)(*order)
+    for i in range(3):
+        own = [value if dim is None else value[i] for value, dim in zip(order, in_dims, strict=True)]
+        alone = function(*own), *gradients(*own)
+        for got, expected in zip(found, alone, strict=True):
+            assert torch.equal(got[i], expected)
+
+
+class Calls(TorchDispatchMode):
+    """The kernels that are called, below all transforms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fastmod":
+            self.names.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+def test_one_call_serves_layers_side_by_side() -> None:
+    """Of vmaps inside each other the outer one loops."""
+    x, weight, logits = (torch.stack([t, t + 1]).requires_grad_() for t in draw(2, 3, 8, 4)[:3])
+    function = partial(ops.masked_linear, samples=2, seed=3)
+    with Calls() as calls:
+        out = torch.vmap(function)(x, weight, logits)
+        torch.autograd.grad(out.sum(), (x, weight, logits))
+    assert calls.names == ["masked_linear_forward", "masked_linear_backward"]
+    twice = [torch.stack([t, t]).detach() for t in (x, weight, logits)]
+    with Calls() as calls:
+        nested = torch.vmap(torch.vmap(function))(*twice)
+    assert calls.names == ["masked_linear_forward"] * 2
+    assert torch.equal(nested, torch.stack([out, out]))
 
 
 @pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)

@@ -113,10 +113,13 @@ class Net(NamedTuple):
         function = self.call(**options)
         if options.get("threshold", 0.5) is None:  # whether a penalty of zero carries a gradient is not told
             whole, function = function, lambda *inputs: whole(*inputs)[::2]
-        # The gradient of tau is one sum over the whole batch.
+        # The gradient of tau is one sum over the whole batch: in two draws plain PyTorch's is right by luck. Those of
+        # layers up to 128 take longer in the interpreter, and have more draws in test_smfr.py.
+        wide = max((*self.route, *self.update), default=0) > 128
         assert_agrees(
             function if tau else lambda x, *params: function(x, 0.7, *params),
             inputs,
+            draws=8 if tau and wide and backends.current() is backends.TRITON else None,
             grad_factor=GRAD_FACTOR if backends.current() in backends.NATIVE else 2.0,
             factors={1: GRAD_FACTOR} if tau and backends.current() is not backends.CUDA_HOST else None,
             scales={1: self.scale * torch.Size(self.lead).numel() * self.n} if tau else None,
@@ -124,7 +127,7 @@ class Net(NamedTuple):
         )
 
 
-#: Widths beyond 128 and more than eight layers leave the fused CUDA and Triton kernels for a product per layer.
+#: Widths beyond 128 leave the fused CUDA and Triton kernels for a product per layer.
 NETS = [
     Net(route=(), update=()),
     Net(route=(7, 9, 5), update=(7, 9, 5)),
@@ -144,6 +147,8 @@ NETS = [
     Net((17,), route=(9,), update=(6, 7)),
     Net((17,), route=(9,), update=(6, 7), context=False),
     Net((17,), route=(130,), update=(140, 3)),
+    Net((33,), 3, 2, 8, (136,), (72, 144, 16)),  # rows of 16 bytes, several tiles
+    Net((2,), 35, 2, 3, (129,), ()),
 ]
 
 
@@ -162,7 +167,14 @@ def test_modes(mode: str, context: bool) -> None:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("hidden", [(9,), (130,)])
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize("mode", ["softmax", "gumbel", "argmax"])
+def test_modes_of_wide_layers(mode: str, context: bool) -> None:
+    Net((18,), route=(130,), update=(129, 131), context=context).check(mode=mode)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("hidden", [(9,), (130,), (136, 132)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_on_every_backend(dtype: torch.dtype, hidden: tuple[int, ...]) -> None:
     Net(route=hidden, update=hidden, dtype=dtype).check(mode="gumbel")
@@ -267,9 +279,11 @@ def test_kernels_without_any_gradient(hidden: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("backend")
-def test_repeats_are_bit_equal() -> None:
-    inputs, grads = Net().draw(), [torch.randn(5, 4, 5), torch.ones(()), torch.randn(5, 3, 4), torch.randn(5, 4)]
-    results = [run(Net().call(mode="gumbel"), inputs, grads) for _ in range(3)]
+@pytest.mark.parametrize("hidden", [(12,), (130,)])
+def test_repeats_are_bit_equal(hidden: tuple[int, ...]) -> None:
+    net = Net(route=hidden, update=hidden)
+    inputs, grads = net.draw(), [torch.randn(5, 4, 5), torch.ones(()), torch.randn(5, 3, 4), torch.randn(5, 4)]
+    results = [run(net.call(mode="gumbel"), inputs, grads) for _ in range(3)]
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,13 +11,17 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
+from fastmod.ops._checks import compute_dtype
 from tests.helpers import backends
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
 
 NAN, INF = float("nan"), float("inf")
-# B, M, N, D. In CUDA a warp serves 32 columns and takes M in chunks of 32; in Triton a program holds a tile of rows.
+# B, M, N, D. In CUDA C++ a block holds whole batch rows, in Triton a program a tile of them.
 SHAPES = [(3, 6, 8, 10), (2, 5, 4, 196), (1, 1, 1, 1), (9, 3, 9, 7), (2, 2, 1, 300), (7, 2, 37, 1)]
 MANY = [(2, 33, 3, 5), (1, 65, 1, 130), (2, 40, 3, 5), (2, 16, 16, 32)]
+# Many blocks, whose sums of tau are added up in two steps; weights that fill no tile of Triton's; weights, and blocks,
+# that have no place in shared memory.
+BEYOND = [(40, 2, 1, 200), (2, 70, 40, 3), (1, 130, 136, 2), (2, 3, 2, 9000)]
 EMPTY = [(0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)]
 TILES = [(128, 6, 8, 10), (5, 16, 16, 32), (3, 5, 4, 196), (1, 1, 1, 1), (67, 3, 5, 7), (2, 40, 33, 3)]
 # Too large for a tile, so one element after the other: rows that fill no block of a product and columns that fill no
@@ -53,6 +59,45 @@ def test_matches_fp64(shape: tuple[int, ...], mode: str) -> None:
 @pytest.mark.parametrize("shape", MANY, ids=str)
 def test_many_blocks_match_fp64(shape: tuple[int, ...], mode: str) -> None:
     assert_agrees(route(mode), lambda: [*draw(*shape), torch.tensor(0.7)])
+
+
+@pytest.mark.parametrize("backend", backends.parameters("native"), indirect=True)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", BEYOND, ids=str)
+def test_beyond_a_tile(backend: backends.Backend, shape: tuple[int, ...], mode: str) -> None:
+    assert_agrees(route(mode), lambda: [*draw(*shape), torch.tensor(0.7)], draws=2)
+
+
+@pytest.mark.parametrize("backend", backends.parameters("native", "triton"), indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 50, 100, 3), (2, 3, 5, 5200)], ids=str)
+def test_beyond_shared_memory_in_every_dtype(backend: backends.Backend, shape: tuple[int, ...], dtype) -> None:
+    assert_agrees(route("gumbel"), lambda: draw(*shape, dtype), draws=1)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_tensors_that_begin_anywhere(offset: int, dtype: torch.dtype) -> None:
+    """Contiguous, but not at 16 bytes: what is read 16 bytes at a time must not be taken for aligned."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        memory = torch.full((tensor.numel() + offset,), NAN, dtype=tensor.dtype)
+        return memory[offset:].view(tensor.shape).copy_(tensor)
+
+    b, m, n, d = 7, 3, 4, 8
+    blocks, logits = draw(b, m, n, d, dtype)
+    grad, tau, seed = torch.randn(b, n, d).to(dtype), torch.tensor(0.7, dtype=compute_dtype(blocks)), torch.tensor(SEED)
+    forward, backward = backends.kernel("multiplex_forward"), backends.kernel("multiplex_backward")
+    for mode in range(3):
+        expected = [
+            forward(blocks, logits, tau, 1.0, seed, mode),
+            *backward(grad, blocks, logits, tau, 1.0, seed, mode),
+        ]
+        elsewhere = [moved(t) for t in (grad, blocks, logits)]
+        found = [forward(*elsewhere[1:], tau, 1.0, seed, mode), *backward(*elsewhere, tau, 1.0, seed, mode)]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)  # noise is slow to interpret
@@ -229,22 +274,18 @@ def test_a_tau_on_the_device_that_is_not_positive_gives_nan(backend: backends.Ba
 
 
 @pytest.mark.interpreted
-def test_triton_takes_the_seed_by_pointer_as_by_value() -> None:
-    """The launchers pass a seed of the CPU by value; on a GPU it comes by pointer."""
-    import triton.language as tl
-    from fastmod.kernels._common import OPTIONS
-    from fastmod.kernels.multiplex import forward_kernel
+def test_triton_draws_one_noise_in_tiles_and_rows() -> None:
+    """Fours of a tile, single numbers of one whose rows are no fours, and rows."""
+    from fastmod.kernels import multiplex
 
-    (blocks, logits), seed = draw(2, 5, 4, 3), torch.tensor(2**40 + 7)
-    with backends.chosen(backends.TRITON):
-        expected = backends.kernel("multiplex_forward")(blocks, logits, None, 1.0, seed, 1)
-    out = torch.empty(2, 4, 3)
-    forward_kernel[(1,)](
-        blocks_ptr=blocks, logits_ptr=logits, out_ptr=out, copy_ptr=None, partials_ptr=None, tau_ptr=None,
-        tau_value=1.0, seed_ptr=seed, seed_value=0, threshold=0.0, R=8, M=5, N=4, D=3, MODE=1, PENALTY=False,
-        BLOCK_R=8, BLOCK_D=4, CT=tl.float32, **OPTIONS,
-    )  # fmt: skip
-    assert torch.equal(out, expected)
+    seed = torch.tensor(2**40 + 7)
+    for n in (4, 5):
+        blocks, logits = draw(3, 5, n, 3)
+        tiled, by_rows = torch.empty(2, 3, n, 3)
+        multiplex.launch_forward(blocks, logits, tiled, None, 1.0, seed, 1)
+        with mock.patch.object(multiplex, "tile_of", return_value=None):
+            multiplex.launch_forward(blocks, logits, by_rows, None, 1.0, seed, 1)
+        assert torch.equal(tiled, by_rows)
 
 
 @pytest.mark.usefixtures("backend")

@@ -434,12 +434,12 @@ def test_triton_takes_the_seed_by_pointer_as_by_value(weights: int) -> None:
 
 @pytest.mark.interpreted
 def test_triton_serves_masks_and_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend "triton" really runs these kernels."""
+    """The backend "triton" really runs these kernels, for convolutions those that go sample by sample."""
     launched = backends.watched(monkeypatch, triton_kernels, "forward_kernel", "backward_kernel")
     image = random_values(4, 2, 4, 4)
     calls = [
         ((3,), lambda logits: ops.sample_mask(logits, 2, seed=1)),
-        ((3, 2, 2, 2), lambda logits: ops.masked_conv2d(image, torch.ones(3, 2, 2, 2), logits, 2, seed=1)),
+        ((2, 1, 2, 2), lambda logits: ops.masked_conv2d(image, torch.ones(2, 1, 2, 2), logits, 2, seed=1, groups=2)),
     ]
     for shape, call in calls:
         launched.clear()

@@ -36,20 +36,6 @@ Routing<C> routing(const Call& call, size_t at, size_t pointers) {
           call.at<int64_t>(pointers + 1), call.ints.at(at + 1)};
 }
 
-// ints from `at`: layers, widths; buffers from `pointers`: weight, bias, kept per layer.
-template <typename C>
-Fnn<C> fnn(const Call& call, size_t at, size_t pointers) {
-  Fnn<C> result{};
-  result.linears = static_cast<int>(call.ints.at(at));
-  for (int i = 0; i < result.linears && i < kMaxLinear; ++i) {
-    result.width[i] = call.ints.at(at + 1 + i);
-    result.weight[i] = call.at<C>(pointers + 3 * i);
-    result.bias[i] = call.at<C>(pointers + 3 * i + 1);
-    result.kept[i] = call.at<C>(pointers + 3 * i + 2);
-  }
-  return result;
-}
-
 // ints: count, first, samples, stream, seed; buffer `pointer`: seed.
 MaskNoise mask_noise(const Call& call, size_t pointer) {
   return {call.ints.at(1), call.ints.at(2), static_cast<uint32_t>(call.ints.at(3)), call.at<int64_t>(pointer),
@@ -96,21 +82,23 @@ cudaError_t run_conv(const Call& c) {
   const bool allow_tf32 = c.ints.at(12) != 0;
   if (c.name == "norm_conv_forward") {
     return with_scratch<C>(norm_conv_forward_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
-      return norm_conv_forward<T>(conv_input<T>(c, 0), c.at<T>(4), c.at<T>(5), c.at<T>(6), c.at<C>(7), c.at<C>(8),
-                                  scratch, ticket, allow_tf32, shape, nullptr);
+      const ConvForward<T> conv{conv_input<T>(c, 0), c.at<T>(4), c.at<T>(5), c.at<T>(6), c.at<C>(7), c.at<C>(8),
+                                scratch, ticket, shape};
+      return norm_conv_forward<T>(&conv, 1, allow_tf32, nullptr);
     });
   }
   // buffers: grad, y, mean, grad_mean, grad_var, x, scale, shift, gate
   const ConvGrad<T> grad{c.at<T>(0), c.at<T>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), static_cast<C>(c.floats.at(0))};
   if (c.name == "norm_conv_backward_x") {
     return with_scratch<C>(norm_conv_backward_x_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
-      return norm_conv_backward_x<T>(grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), c.at<C>(11), c.at<C>(12),
-                                     c.at<T>(13), scratch, ticket, allow_tf32, shape, nullptr);
+      const ConvBackwardX<T> conv{grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), c.at<C>(11), c.at<C>(12),
+                                  c.at<T>(13), scratch, ticket, shape};
+      return norm_conv_backward_x<T>(&conv, 1, allow_tf32, nullptr);
     });
   }
   return with_scratch<C>(norm_conv_backward_weight_scratch<T>(shape), [&](C* scratch, unsigned* ticket) {
-    return norm_conv_backward_weight<T>(grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), scratch, ticket,
-                                        allow_tf32, shape, nullptr);
+    const ConvBackwardWeight<T> conv{grad, conv_input<T>(c, 5), c.at<T>(9), c.at<T>(10), scratch, ticket, shape};
+    return norm_conv_backward_weight<T>(&conv, 1, allow_tf32, nullptr);
   });
 }
 
@@ -184,9 +172,48 @@ cudaError_t run_mixture(const Call& c) {
   });
 }
 
-// ints: batch, m, d, depth, route, update, mode, context, precise, n of each layer, out and in of each linear layer;
-// floats: threshold. Buffers: x; out, logits, gate, saved, grads and tau of each layer; weight and bias of each linear
-// layer; then those of the function.
+// ints: channels innermost, then as for mask_noise, images, in, out, high, wide, kernel, stride, padding and dilation (two
+// each), allow_tf32
+template <typename T>
+cudaError_t run_masked_conv(const Call& c) {
+  const auto at = [&](size_t i) { return static_cast<int>(c.ints.at(i)); };
+  MaskedConvShape shape{c.ints.at(5), at(6), at(7), at(8), at(9), 0, 0, {at(10), at(11)}, {at(12), at(13)},
+                        {at(14), at(15)}, {at(16), at(17)}};
+  const auto out = [&](int size, int d) {
+    return (size + 2 * shape.padding[d] - shape.dilation[d] * (shape.kernel[d] - 1) - 1) / shape.stride[d] + 1;
+  };
+  shape.out_high = out(shape.high, 0);
+  shape.out_wide = out(shape.wide, 1);
+  const bool last = at(0) != 0, allow_tf32 = at(18) != 0;
+  const auto images = [&](auto* data, int channels, int high, int wide) {
+    using Each = std::remove_pointer_t<decltype(data)>;
+    const int64_t size = static_cast<int64_t>(channels) * high * wide;
+    return last ? Images<Each>{data, size, 1, wide * channels, channels} : Images<Each>{data, size, high * wide, wide, 1};
+  };
+  const auto outer = [&](auto* data) { return images(data, shape.out, shape.out_high, shape.out_wide); };
+  const auto inner = [&](auto* data) { return images(data, shape.in, shape.high, shape.wide); };
+  const MaskedFilters<T> filters{c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4)};
+  const MaskNoise noise = mask_noise(c, 5);
+  if (c.name == "masked_conv2d_forward") {
+    return masked_conv2d_forward<T>(inner(c.at<const T>(0)), filters, outer(c.at<T>(6)), allow_tf32, shape, noise,
+                                    fastmod::kStreamMaskBias, nullptr);
+  }
+  if (c.name == "masked_conv2d_backward_x") {
+    return masked_conv2d_backward_x<T>(outer(c.at<const T>(0)), filters, inner(c.at<T>(6)), allow_tf32, shape, noise,
+                                       nullptr);
+  }
+  return with_scratch<float>({masked_conv2d_partials(shape, noise.samples), 0}, [&](float* partials, unsigned*) {
+    const cudaError_t error = masked_conv2d_backward_weight<T>(outer(c.at<const T>(0)), inner(c.at<const T>(6)), partials,
+                                                               allow_tf32, shape, noise.samples, nullptr);
+    if (error != cudaSuccess) return error;
+    return masked_conv2d_finish<T>(partials, filters, {c.at<T>(7), c.at<T>(8), c.at<T>(9), c.at<T>(10)},
+                                   static_cast<float>(c.floats.at(0)), shape, noise, fastmod::kStreamMaskBias, nullptr);
+  });
+}
+
+// ints: batch, copies, m, d, depth, route, update, mode, context, precise, n of each layer, out and in of each linear
+// layer; floats: threshold. Every copy has tensors of its own. Buffers: x; out, logits, gate, saved, grads and tau of
+// each layer; weight and bias of each linear layer; then those of the function.
 template <typename T>
 cudaError_t run_stack(const Call& c) {
   size_t number = 0, buffer = 0;
@@ -196,6 +223,7 @@ cudaError_t run_stack(const Call& c) {
   Stack<T> s{};
   s.x = tensor();
   s.batch = next();
+  s.copies = next();
   for (int* size : {&s.m, &s.d, &s.depth, &s.route, &s.update, &s.mode}) *size = next();
   s.context = next() != 0;
   s.precise = next() != 0;
@@ -205,16 +233,21 @@ cudaError_t run_stack(const Call& c) {
     for (T** pointer : {&layer.out, &layer.logits, &layer.gate}) *pointer = tensor();
     for (float** pointer : {&layer.saved, &layer.grads, &layer.tau}) *pointer = section();
     layer.n = next();
+    layer.rows = layer.n * s.d;
+    layer.tau_step = 1;
   }
+  s.x_step = s.batch * s.m * s.d;
   for (int i = 0; i < s.depth * (s.route + s.update); ++i) {
     StackLinear<T>& linear = s.linear[i];
     for (T** pointer : {&linear.weight, &linear.bias}) *pointer = tensor();
     for (int* size : {&linear.out, &linear.in}) *size = next();
     const bool joined = s.context && i % (s.route + s.update) == s.route;
-    linear.routed = joined ? s.layer[i / (s.route + s.update)].n * s.d : 0;
+    StackLayer<T>& layer = s.layer[i / (s.route + s.update)];
+    linear.routed = joined ? layer.n * s.d : 0;
+    layer.rows += linear.out;
   }
   if (c.name == "smfr_forward") {
-    return with_scratch<float>({stack_tiles(s.batch), 1}, [&](float* scratch, unsigned* ticket) {
+    return with_scratch<float>({s.copies * stack_tiles(s.batch), s.copies}, [&](float* scratch, unsigned* ticket) {
       return smfr_forward<T>(s, section(), scratch, ticket, nullptr);
     });
   }
@@ -227,12 +260,66 @@ cudaError_t run_stack(const Call& c) {
   return smfr_backward_weight<T>(s, section(), nullptr);
 }
 
+// MFNNRs layer by layer: see mfnnr.py.
+template <typename T>
+cudaError_t run_mfnnr(const Call& c) {
+  using C = Compute<T>;
+  const auto number = [&](size_t i) { return static_cast<int>(c.ints.at(i)); };
+  const auto joined = [&](size_t buffer, size_t sizes) {
+    return Joined<T>{c.at<C>(buffer), c.at<T>(buffer + 1), number(sizes), number(sizes + 1)};
+  };
+  const auto threshold = [&](size_t i) { return static_cast<C>(c.floats.at(i)); };
+  if (c.name == "mfnnr_linear") {
+    return mfnnr_linear<T>(joined(0, 1), c.at<T>(2), c.at<T>(3), c.at<C>(4), c.at<T>(5), number(4) != 0, c.ints.at(0),
+                           number(3), number(5) != 0, nullptr);
+  }
+  if (c.name == "mfnnr_linear_backward") {
+    C *base = c.at<C>(3), *wide = c.at<C>(4);
+    const InputGrad<T> result{c.at<C>(2), number(4) ? wide : base, wide, c.at<T>(5), c.at<C>(6), number(3)};
+    return mfnnr_linear_backward<T>(c.at<C>(0), c.at<T>(1), result, c.ints.at(0), number(1), number(2), number(5) != 0,
+                                    nullptr);
+  }
+  if (c.name == "mfnnr_route") {
+    return mfnnr_route<T>(c.at<T>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), routing<C>(c, 4, 4), c.shape(), nullptr);
+  }
+  if (c.name == "mfnnr_gate") {
+    return with_scratch<C>({0, 1}, [&](C*, unsigned* ticket) {
+      return mfnnr_gate<T>(c.at<C>(0), c.at<C>(1), c.at<C>(2), c.at<T>(3), c.at<T>(4), threshold(0), c.at<C>(5),
+                           number(4), c.at<C>(6), ticket, c.shape(), nullptr);
+    });
+  }
+  if (c.name == "mfnnr_gate_backward") {
+    return mfnnr_gate_backward<T>(c.at<T>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5), threshold(0),
+                                  c.shape(), nullptr);
+  }
+  if (c.name == "mfnnr_route_backward") {
+    return mfnnr_route_backward<T>(c.at<C>(0), c.at<T>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5),
+                                   number(6) != 0, c.at<C>(6), routing<C>(c, 4, 7), c.at<C>(9), threshold(1), c.shape(),
+                                   nullptr);
+  }
+  WeightGrads<T> all{};  // one temperature
+  all.batch = c.ints.at(0);
+  all.count = number(1);
+  all.taus = 1;
+  all.allow_tf32 = number(2) != 0;
+  all.tau_partials = c.at<C>(0);
+  all.tau[0] = c.at<C>(1);
+  for (int i = 0; i < all.count; ++i) {
+    const size_t buffer = 2 + 5 * static_cast<size_t>(i), size = 3 + 3 * static_cast<size_t>(i);
+    all.linear[i] = {c.at<C>(buffer), joined(buffer + 1, size + 1), c.at<T>(buffer + 3), c.at<T>(buffer + 4),
+                     number(size)};
+  }
+  return mfnnr_weights<T>(all, nullptr);
+}
+
 template <typename T>
 cudaError_t run_any(const Call& c) {
   using C = Compute<T>;
   if constexpr (sizeof(T) <= 4) {
     if (c.name.rfind("smfr_", 0) == 0) return run_stack<T>(c);
+    if (c.name.rfind("masked_conv2d_", 0) == 0) return run_masked_conv<T>(c);
   }
+  if (c.name.rfind("mfnnr_", 0) == 0) return run_mfnnr<T>(c);
   if (c.name.rfind("norm_conv_", 0) == 0) return run_conv<T>(c);
   if (c.name.rfind("norm_sum_", 0) == 0) return run_sum<T>(c);
   if (c.name.rfind("norm_pool_", 0) == 0) return run_pool<T>(c);
@@ -242,13 +329,14 @@ cudaError_t run_any(const Call& c) {
   if (c.name == "multiplex_forward") {
     return multiplex_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
   }
-  if (c.name == "multiplex_backward_logits") {
-    return multiplex_backward_logits<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<C>(4), c.at<C>(5),
-                                        routing<C>(c, 4, 6), c.at<C>(8), static_cast<C>(c.floats.at(1)), c.shape(),
-                                        nullptr);
-  }
-  if (c.name == "multiplex_backward_blocks") {
-    return multiplex_backward_blocks<T>(c.at<T>(0), c.at<C>(1), c.at<T>(2), c.at<T>(3), c.shape(), nullptr);
+  // buffers: grad, blocks, logits, base, grad_blocks, grad_logits, grad_tau, tau, seed, grad_penalty
+  if (c.name == "multiplex_backward") {
+    const bool learned = c.at<C>(7) != nullptr;
+    return with_scratch<C>(multiplex_backward_scratch<T>(c.shape(), learned), [&](C* scratch, unsigned* tickets) {
+      return multiplex_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<T>(5), c.at<C>(6),
+                                   routing<C>(c, 4, 7), c.at<C>(9), static_cast<C>(c.floats.at(1)), scratch, tickets,
+                                   c.shape(), nullptr);
+    });
   }
   const auto gate_shape = [&] {
     return GateShape{c.ints.at(0), c.ints.at(1), c.ints.at(2), c.ints.at(3), c.ints.at(4)};
@@ -302,14 +390,6 @@ cudaError_t run_any(const Call& c) {
 
 template <typename C>
 cudaError_t run_wide(const Call& c) {
-  if (c.name == "mfnnr_route") {
-    return mfnnr_route<C>(c.at<C>(0), fnn<C>(c, 6, 7), routing<C>(c, 4, 1), static_cast<C>(c.floats.at(1)),
-                          c.at<C>(3), c.at<C>(4), c.at<C>(5), c.at<unsigned>(6), c.shape(), nullptr);
-  }
-  if (c.name == "mfnnr_update") {
-    return mfnnr_update<C>(c.at<C>(0), c.at<C>(1), fnn<C>(c, 4, 7), static_cast<C>(c.floats.at(0)), c.at<C>(2),
-                           c.at<C>(3), c.at<C>(4), c.at<unsigned>(5), c.at<C>(6), c.shape(), nullptr);
-  }
   const auto number = [&](size_t i) { return static_cast<C>(c.floats.at(i)); };
   if (c.name == "batch_affine_forward") {
     return batch_affine_forward<C>(c.at<C>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5), c.at<C>(6),
@@ -319,7 +399,6 @@ cudaError_t run_wide(const Call& c) {
     return batch_affine_backward<C>(c.at<C>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5), c.at<C>(6),
                                     c.at<C>(7), c.at<C>(8), c.ints.at(0), number(0), nullptr);
   }
-  if (c.name == "leaky_backward") return leaky_backward<C>(c.at<C>(0), c.at<C>(1), c.ints.at(0), nullptr);
   return run_any<C>(c);
 }
 

@@ -164,7 +164,7 @@ def capture(run: Callable[[], Any], listener: Listener | None = None, captured: 
 
 def served(op: str) -> bool:
     """Whether csrc/cuda has kernels for an op, rather than a GPU running it in plain PyTorch."""
-    return op in ("smfr", "masked_conv2d") or f"{op}_forward" in backends.host_bindings()
+    return op == "smfr" or f"{op}_forward" in backends.host_bindings()
 
 
 @contextlib.contextmanager

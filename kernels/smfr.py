@@ -1,0 +1,543 @@
+"""Triton kernels and launchers of ``smfr``: a stack of MFNNRs in four launches a step, whatever its depth.
+
+A program takes BLOCK_B rows through all layers. What passes from step to step goes through memory that this program
+alone reads and writes, so that a barrier is enough; the backward wants most of it anyway. Layers are a loop, not
+unrolled: where their tensors lie and how large they are stands in a table, which every program writes from its
+arguments before it begins, for Triton cannot index them.
+
+Forward: the stack, and the sum of the penalty's parts. Backward: gradients through the activations, from the last layer
+to the first, then those of all weights, biases and temperatures, each summed over the batch by one program. Products
+are fp32 from whatever dtype: three of tf32, which lose nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from fastmod.kernels._common import GUMBEL, OPTIONS, guard
+from fastmod.kernels._images import IEEE, TF32_THRICE, product
+from fastmod.kernels._stack import (
+    Layer,
+    copy_rows,
+    counts_of,
+    fits,
+    fnn,
+    fnn_backward,
+    layers_of,
+    mix,
+    number_at,
+    numbers_of,
+    offset_at,
+    plan,
+    pointer_at,
+    route,
+    route_backward,
+    routing,
+    through,
+    tile,
+    write_table,
+)
+from fastmod.kernels.gated_residual import gate_gradients, gate_rows
+from torch import Tensor
+
+from fastmod.gpu.specialisation import Dtype, Specialisation
+from fastmod.ops._checks import compute_dtype
+from fastmod.ops.mfnnr import BACKWARD as MFNNR_BACKWARD
+from fastmod.ops.mfnnr import BATCH_TILE, NO_PENALTY
+from fastmod.ops.mfnnr import FORWARD as MFNNR_FORWARD
+from fastmod.ops.multiplex import MODES
+
+#: Pointers of a layer before those of its seed, temperature and parameters: input, activations; forward logits, gates
+#: and output too.
+FORWARD_POINTERS = tl.constexpr(5)
+BACKWARD_POINTERS = tl.constexpr(2)
+#: Numbers of a layer before the widths of its linear layers: M, N, activations a row of all layers before it, and of
+#: this one before its logits, its routed blocks, its new values.
+SIZES = tl.constexpr(6)
+#: Numbers of a linear layer: see `weight_kernel`.
+LINEAR_NUMBERS = tl.constexpr(5)
+#: Options of the two launches with a program per tile of rows. Left to itself ptxas spills registers for more programs
+#: at once; what loops load ahead takes more of them than there are.
+NVIDIA_OPTIONS = {**OPTIONS, "num_warps": 8, "num_stages": 1, "maxnreg": 224}
+AMD_OPTIONS = {**OPTIONS, "num_stages": 1}  # warps are twice as large there
+WEIGHT_TILE = {"BLOCK_O": 32, "BLOCK_I": 64, "BLOCK_B": 32, "BLOCK_T": 128}
+STACK_OPTIONS = NVIDIA_OPTIONS if torch.version.hip is None else AMD_OPTIONS
+
+
+@triton.jit(do_not_specialize=["B"])
+def forward_kernel(
+    pointers, table_ptr, weights_ptr, partials_ptr, tau_value: tl.float64, threshold: tl.float64, B: tl.int64,
+    NUMBERS: tl.constexpr, DEPTH: tl.constexpr, ROOM: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr,
+    UPDATE: tl.constexpr, CONTEXT: tl.constexpr,
+    MODE: tl.constexpr, PENALTY: tl.constexpr, TAU: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_B rows through DEPTH layers. TAU: dtype of the temperatures, or None. ROOM: numbers of a row at
+    ``weights_ptr``, those of the layer that has most."""
+    pid = tl.program_id(0).to(tl.int64)
+    first = pid * BLOCK_B
+    rows = first + tl.arange(0, BLOCK_B)
+    mask = rows < B
+    table_ptr += pid * (len(pointers) + len(NUMBERS))
+    write_table(table_ptr, pointers, NUMBERS)
+    limit = tl.full([], threshold, CT)
+    of_logits = tl.zeros([BLOCK_S], CT)
+    of_gates = tl.zeros([BLOCK_R], CT)
+    EXTRA: tl.constexpr = FORWARD_POINTERS + (MODE == GUMBEL) + (TAU is not None)
+    for layer in range(DEPTH):
+        own_ptr = table_ptr + layer * (EXTRA + 2 * (ROUTE + UPDATE))
+        sizes_ptr = table_ptr + len(pointers) + layer * (SIZES + ROUTE + UPDATE)
+        m = number_at(sizes_ptr, 0)
+        n = number_at(sizes_ptr, 1)
+        x_ptr = pointer_at(own_ptr, 0, DT)
+        logits_ptr, routed_ptr = fnn(
+            own_ptr + EXTRA, sizes_ptr + SIZES, x_ptr, None, m * D, 0, pointer_at(own_ptr, 1, CT), rows, mask, B,
+            ROUTE, BLOCK_O, BLOCK_K, PRECISION, DT, CT,
+        )  # fmt: skip
+        tau, seed = routing(own_ptr + FORWARD_POINTERS, tau_value, MODE, TAU, CT)
+        own_weights_ptr = weights_ptr + first * (ROOM - m * n)  # a part of its own for this program, whatever the layer
+        of_logits = route(
+            logits_ptr, own_weights_ptr, pointer_at(own_ptr, 2, DT), first, tau, seed, limit, B, m, n, of_logits, MODE,
+            PENALTY, BLOCK_B, BLOCK_S, BLOCK_M, CT,
+        )  # fmt: skip
+        tl.debug_barrier()
+        mix(
+            own_weights_ptr, x_ptr, None, routed_ptr, first, B, n, m, 1, n, D, BLOCK_B, BLOCK_R, BLOCK_D, CT
+        )  # fmt: skip
+        tl.debug_barrier()
+        update_ptr = routed_ptr + B * n * D
+        new_ptr, _ = fnn(
+            own_ptr + EXTRA + 2 * ROUTE, sizes_ptr + SIZES + ROUTE, routed_ptr, x_ptr if CONTEXT else None, n * D,
+            m * D if CONTEXT else 0, update_ptr, rows, mask, B, UPDATE, BLOCK_O, BLOCK_K, PRECISION, DT, CT,
+        )  # fmt: skip
+        for start in range(0, BLOCK_B * n, BLOCK_R):
+            local = start + tl.arange(0, BLOCK_R)
+            of_gates += gate_rows(
+                routed_ptr, new_ptr, new_ptr + n * D, pointer_at(own_ptr, 4, DT), pointer_at(own_ptr, 3, DT), first * n,
+                local, (local < BLOCK_B * n) & (first * n + local < B * n), n * D + n, n * D + n, limit, n, D, PENALTY,
+                BLOCK_D, CT,
+            )  # fmt: skip
+        tl.debug_barrier()
+    if PENALTY:
+        tl.store(partials_ptr + pid, tl.sum(of_logits, axis=0) + tl.sum(of_gates, axis=0))
+
+
+@triton.jit(do_not_specialize=["B"])
+def backward_kernel(
+    pointers, table_ptr, grad_out_ptr, grad_penalty_ptr, dx_ptr, grads_ptr, flow_ptr, weights_ptr, dtaus_ptr,
+    tau_value: tl.float64, threshold: tl.float64, B: tl.int64, NUMBERS: tl.constexpr, DEPTH: tl.constexpr,
+    ROOM: tl.constexpr, FLOW: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr,
+    CONTEXT: tl.constexpr, MODE: tl.constexpr, TAU: tl.constexpr, PARAMS: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Gradients through the activations of BLOCK_B rows, of all layers: what comes out of each linear one is kept at
+    ``grads_ptr`` as the forward keeps its results. ``flow_ptr``: gradients between layers, FLOW numbers a row.
+    PARAMS: pointers of a layer's parameters, and of their gradients if those are wanted."""
+    pid = tl.program_id(0).to(tl.int64)
+    first = pid * BLOCK_B
+    rows = first + tl.arange(0, BLOCK_B)
+    mask = rows < B
+    table_ptr += pid * (len(pointers) + len(NUMBERS))
+    write_table(table_ptr, pointers, NUMBERS)
+    EXTRA: tl.constexpr = BACKWARD_POINTERS + (MODE == GUMBEL) + 2 * (TAU is not None)
+    size = number_at(table_ptr + len(pointers) + (DEPTH - 1) * (SIZES + ROUTE + UPDATE), 1) * D
+    copy_rows(grad_out_ptr, flow_ptr + first * (FLOW - size), rows, mask, size, BLOCK_O, CT)
+    tl.debug_barrier()
+    for back in range(DEPTH):
+        layer = DEPTH - 1 - back
+        own_ptr = table_ptr + layer * (EXTRA + PARAMS)
+        sizes_ptr = table_ptr + len(pointers) + layer * (SIZES + ROUTE + UPDATE)
+        m = number_at(sizes_ptr, 0)
+        n = number_at(sizes_ptr, 1)
+        own_grads_ptr = grads_ptr + offset_at(sizes_ptr, 2, B)
+        # The gate: gradients of new and gate, side by side, and of the routed blocks.
+        saved_ptr = pointer_at(own_ptr, 1, CT)
+        new_ptr = saved_ptr + offset_at(sizes_ptr, 5, B)
+        dnew_ptr = own_grads_ptr + offset_at(sizes_ptr, 5, B)
+        for start in range(0, BLOCK_B * n, BLOCK_R):
+            local = start + tl.arange(0, BLOCK_R)
+            gate_gradients(
+                flow_ptr + first * (FLOW - n * D), saved_ptr + offset_at(sizes_ptr, 4, B), new_ptr, new_ptr + n * D,
+                own_grads_ptr + offset_at(sizes_ptr, 4, B), dnew_ptr, dnew_ptr + n * D, grad_penalty_ptr, first * n,
+                local, (local < BLOCK_B * n) & (first * n + local < B * n), n * D + n, n * D + n,
+                tl.full([], threshold, CT), n, D, BLOCK_D, CT,
+            )  # fmt: skip
+        tl.debug_barrier()
+        # The update FNN, to the routed blocks and to x.
+        params_ptr = own_ptr + EXTRA + 2 * ROUTE
+        from_ptr = fnn_backward(
+            params_ptr, sizes_ptr + SIZES + ROUTE, dnew_ptr, new_ptr, rows, mask, B, UPDATE, BLOCK_O, BLOCK_K,
+            PRECISION, DT, CT,
+        )  # fmt: skip
+        width = number_at(sizes_ptr, SIZES + ROUTE)
+        inputs = (n + m) * D if CONTEXT else n * D
+        drouted_ptr = own_grads_ptr + offset_at(sizes_ptr, 4, B)
+        through(
+            from_ptr, pointer_at(params_ptr, 0, DT), drouted_ptr, None, rows, mask, width, n * D, inputs, True,
+            BLOCK_O, BLOCK_K, PRECISION, CT,
+        )  # fmt: skip
+        own_flow_ptr = flow_ptr + first * (FLOW - m * D)
+        if CONTEXT:
+            through(
+                from_ptr, pointer_at(params_ptr, 0, DT) + n * D, own_flow_ptr, None, rows, mask, width, m * D, inputs,
+                False, BLOCK_O, BLOCK_K, PRECISION, CT,
+            )  # fmt: skip
+        tl.debug_barrier()
+        # The routing, and its FNN.
+        tau, seed = routing(own_ptr + BACKWARD_POINTERS, tau_value, MODE, TAU, CT)
+        logits_ptr = pointer_at(own_ptr, 1, CT) + offset_at(sizes_ptr, 3, B)
+        dlogits_ptr = own_grads_ptr + offset_at(sizes_ptr, 3, B)
+        own_weights_ptr = weights_ptr + first * (ROOM - m * n)
+        dtau = route_backward(
+            drouted_ptr, pointer_at(own_ptr, 0, DT), logits_ptr, dlogits_ptr, own_weights_ptr, grad_penalty_ptr, first,
+            tau, seed, tl.full([], threshold, CT), B, m, n, tl.zeros([BLOCK_S], CT), D, MODE, BLOCK_B, BLOCK_R, BLOCK_D,
+            BLOCK_S, BLOCK_M, CT,
+        )  # fmt: skip
+        if dtaus_ptr is not None:
+            tl.store(dtaus_ptr + pid * DEPTH + layer, tl.sum(dtau, axis=0))
+        tl.debug_barrier()
+        params_ptr = own_ptr + EXTRA
+        from_ptr = fnn_backward(
+            params_ptr, sizes_ptr + SIZES, dlogits_ptr, logits_ptr, rows, mask, B, ROUTE, BLOCK_O, BLOCK_K, PRECISION,
+            DT, CT,
+        )  # fmt: skip
+        if dx_ptr is not None or layer > 0:
+            through(
+                from_ptr, pointer_at(params_ptr, 0, DT), own_flow_ptr, None, rows, mask, number_at(sizes_ptr, SIZES),
+                m * D, m * D, CONTEXT, BLOCK_O, BLOCK_K, PRECISION, CT,
+            )  # fmt: skip
+            tl.debug_barrier()
+            mix(
+                own_weights_ptr, own_grads_ptr + offset_at(sizes_ptr, 4, B), own_flow_ptr, own_flow_ptr, first, B, m,
+                n, n, 1, D, BLOCK_B, BLOCK_R, BLOCK_D, CT,
+            )  # fmt: skip
+            tl.debug_barrier()
+    if dx_ptr is not None:
+        size = number_at(table_ptr + len(pointers), 0) * D
+        copy_rows(flow_ptr + first * (FLOW - size), dx_ptr, rows, mask, size, BLOCK_O, CT)
+
+
+@triton.jit(do_not_specialize=["B", "depth", "linears", "programs"])
+def weight_kernel(
+    table_ptr, grads_ptr, dtaus_ptr, B: tl.int64, depth: tl.int32, linears: tl.int32, programs: tl.int32,
+    POINTERS: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr, EXTRA: tl.constexpr,
+    PARAMS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Grid axis 1: linear layers, and if there are temperatures these as one more; axis 0: tiles of a weight.
+
+    Numbers of a linear layer: outputs, inputs, where in the activations of its layer its inputs begin, how many of them
+    do so (the others are x's), where in the gradients of all layers its results are; each but the first two per row.
+    """
+    linear = tl.program_id(1)
+    if linear < linears:
+        PER: tl.constexpr = ROUTE + UPDATE
+        layer = linear // PER
+        place = linear % PER
+        own_ptr = table_ptr + layer * (EXTRA + PARAMS)
+        numbers_ptr = table_ptr + POINTERS + depth * (SIZES + PER) + linear * LINEAR_NUMBERS
+        outputs = number_at(numbers_ptr, 0)
+        inputs = number_at(numbers_ptr, 1)
+        of_input = B * tl.load(numbers_ptr + 2)
+        kept = number_at(numbers_ptr, 3)
+        of_grad = B * tl.load(numbers_ptr + 4)
+        across = tl.cdiv(inputs, BLOCK_I)
+        tile = tl.program_id(0)
+        if tile < across * tl.cdiv(outputs, BLOCK_O):
+            o = tile // across * BLOCK_O + tl.arange(0, BLOCK_O)
+            i = tile % across * BLOCK_I + tl.arange(0, BLOCK_I)
+            x_ptr = pointer_at(own_ptr, 0, DT)
+            saved_ptr = pointer_at(own_ptr, 1, CT) + of_input
+            grad_ptr = grads_ptr + of_grad
+            total = tl.zeros([BLOCK_O, BLOCK_I], CT)
+            of_bias = tl.zeros([BLOCK_O], CT)
+            for start in range(0, B, BLOCK_B):
+                row = start + tl.arange(0, BLOCK_B).to(tl.int64)
+                there = (row < B)[:, None]
+                grad = tl.load(
+                    grad_ptr + (row * outputs)[:, None] + o[None, :], mask=there & (o < outputs)[None, :], other=0.0
+                )
+                below = tl.load(
+                    saved_ptr + (row * kept)[:, None] + i[None, :], mask=there & (i < kept)[None, :], other=0.0
+                )
+                beside = tl.load(
+                    x_ptr + (row * (inputs - kept))[:, None] + (i - kept)[None, :],
+                    mask=there & ((i >= kept) & (i < inputs))[None, :], other=0.0,
+                )  # fmt: skip
+                source = tl.where((i < kept)[None, :], below, beside.to(CT))
+                total += product(tl.trans(grad), source, tl.zeros([BLOCK_O, BLOCK_I], CT), PRECISION)
+                of_bias += tl.sum(grad, axis=0)
+            params_ptr = own_ptr + EXTRA + 2 * PER + 2 * place
+            weight = tl.cast(o, tl.int64)[:, None] * inputs + i[None, :]
+            tl.store(pointer_at(params_ptr, 0, DT) + weight, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
+            if tile % across == 0:
+                tl.store(pointer_at(params_ptr, 1, DT) + o, of_bias, mask=o < outputs)
+    elif dtaus_ptr is not None:
+        if tl.program_id(0) == 0:
+            for layer in range(depth):
+                found = tl.zeros([BLOCK_T], CT)
+                for start in range(0, programs, BLOCK_T):
+                    p = start + tl.arange(0, BLOCK_T)
+                    found += tl.load(dtaus_ptr + p.to(tl.int64) * depth + layer, mask=p < programs, other=0.0)
+                own_ptr = table_ptr + layer * (EXTRA + PARAMS)
+                tl.store(pointer_at(own_ptr, EXTRA - 1, CT), tl.sum(found, axis=0))
+
+
+# ---- Launchers
+
+
+class StackOutput(NamedTuple):
+    """Lists have one entry per layer; ``saved``: activations, empty unless they are wanted."""
+
+    outs: list[Tensor]
+    penalty: Tensor
+    logits: list[Tensor]
+    gates: list[Tensor]
+    saved: list[Tensor]
+
+
+def stack_forward(
+    x: Tensor, layers: Sequence[Layer], tau_value: float, mode: int, context: bool, threshold: float, save: bool
+) -> StackOutput:
+    """Of a stack that :func:`fits`."""
+    *lead, _, d = x.shape
+    wide = compute_dtype(x)
+    batch = x.shape[:-2].numel()
+    counts = counts_of(x, layers)
+    pairs = list(pairwise(counts))
+    outs = [x.new_empty((*lead, n, d)) for _, n in pairs]
+    logits = [x.new_empty((*lead, m, n)) for m, n in pairs]
+    gates = [x.new_empty((*lead, n)) for _, n in pairs]
+    if batch == 0:
+        penalty, nothing = x.new_zeros((), dtype=wide), [x.new_empty(0, dtype=wide) for _ in layers]
+        return StackOutput(outs, penalty, logits, gates, nothing)
+    found = plan(x, layers, mode, context)
+    padded = triton.cdiv(batch, BATCH_TILE) * BATCH_TILE
+    # Without `save` it is the workspace of this call.
+    saved = [
+        x.new_empty(padded * (sum(layer.widths) + n * d), dtype=wide)
+        for layer, (_, n) in zip(layers, pairs, strict=True)
+    ]
+    pointers: list[Tensor] = []
+    for i, layer in enumerate(found.layers):
+        extra = [t for t in (layer.seed, layer.tau) if t is not None]
+        pointers += [outs[i - 1] if i else found.x, saved[i], logits[i], gates[i], outs[i], *extra, *layer.params]
+    penalised = threshold != NO_PENALTY
+    partials = x.new_empty(found.programs, dtype=wide) if penalised else None
+    with guard(x):
+        forward_kernel[(found.programs,)](
+            pointers=tuple(pointers), table_ptr=found.table(pointers), weights_ptr=found.scratch(found.room),
+            partials_ptr=partials, tau_value=tau_value, threshold=threshold, B=batch,
+            DEPTH=len(layers), ROOM=found.room, PENALTY=penalised, **found.constants, **STACK_OPTIONS,
+        )  # fmt: skip
+    penalty = x.new_zeros((), dtype=wide) if partials is None else partials.sum()
+    return StackOutput(outs, penalty, logits, gates, saved if save else [x.new_empty(0, dtype=wide) for _ in layers])
+
+
+class StackGrads(NamedTuple):
+    x: Tensor  # empty unless wanted
+    taus: list[Tensor]  # of layers that have one
+    params: list[Tensor]  # none unless wanted
+
+
+def stack_backward(
+    grad_out: Tensor | None,
+    grad_penalty: Tensor | None,
+    x: Tensor,
+    layers: Sequence[Layer],
+    tau_value: float,
+    mode: int,
+    context: bool,
+    threshold: float,
+    inputs: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    need_x: bool,
+    need_params: bool,
+) -> StackGrads:
+    """``inputs``: of every layer but the first."""
+    wide = compute_dtype(x)
+    batch = x.shape[:-2].numel()
+    grad_penalty = None if threshold == NO_PENALTY else grad_penalty
+    nothing = batch == 0 or (grad_out is None and grad_penalty is None)
+    made = torch.zeros if nothing else torch.empty
+    result = StackGrads(
+        made(x.shape if need_x else (0,), dtype=x.dtype, device=x.device),
+        [made((), dtype=wide, device=x.device) for layer in layers if layer.tau is not None],
+        [made(p.shape, dtype=p.dtype, device=p.device) for layer in layers for p in layer.params if need_params],
+    )
+    if nothing:
+        return result
+    found = plan(x, layers, mode, context)
+    below = [found.x, *[t.to(x.dtype).contiguous() for t in inputs]]
+    pointers: list[Tensor] = []
+    params = iter(result.params)
+    for i, layer in enumerate(found.layers):
+        extra = [] if layer.seed is None else [layer.seed]
+        extra += [] if layer.tau is None else [layer.tau, result.taus[i]]
+        pointers += [below[i], saved[i], *extra, *layer.params]
+        pointers += [next(params) for _ in layer.params if need_params]
+    d, programs, linears = x.shape[-1], found.programs, sum(len(layer.widths) for layer in layers)
+    table, flow = found.table(pointers), max(found.counts) * d
+    grads = found.scratch(sum(sum(layer.widths) + n * d for layer, n in zip(layers, found.counts[1:], strict=True)))
+    dtaus = x.new_empty(programs * len(layers), dtype=wide) if result.taus else None
+    per_layer = len(layers[0].params)
+    of_params = (2 if need_params else 1) * per_layer
+    with guard(x):
+        backward_kernel[(programs,)](
+            pointers=tuple(pointers), table_ptr=table, grad_out_ptr=None if grad_out is None else grad_out.contiguous(),
+            grad_penalty_ptr=grad_penalty, dx_ptr=result.x if need_x else None, grads_ptr=grads,
+            flow_ptr=found.scratch(flow), weights_ptr=found.scratch(found.room), dtaus_ptr=dtaus, tau_value=tau_value,
+            threshold=threshold, B=batch, DEPTH=len(layers), ROOM=found.room, FLOW=flow, PARAMS=of_params,
+            **found.constants, **STACK_OPTIONS,
+        )  # fmt: skip
+        if need_params or dtaus is not None:
+            tiles = [
+                triton.cdiv(p.shape[0], WEIGHT_TILE["BLOCK_O"]) * triton.cdiv(p.shape[1], WEIGHT_TILE["BLOCK_I"])
+                for layer in layers
+                for p in layer.params[::2]
+            ]
+            kept = {name: found.constants[name] for name in ("ROUTE", "UPDATE", "PRECISION", "DT", "CT")}
+            rows = linears if need_params else 0
+            weight_kernel[(max(tiles) if need_params else 1, rows + (dtaus is not None))](
+                table_ptr=table, grads_ptr=grads, dtaus_ptr=dtaus, B=batch, depth=len(layers), linears=rows,
+                programs=programs, POINTERS=len(pointers), EXTRA=len(pointers) // len(layers) - of_params,
+                PARAMS=of_params, **kept, **WEIGHT_TILE, **OPTIONS,
+            )  # fmt: skip
+    return result
+
+
+@torch.no_grad()
+def smfr_forward(
+    x: Tensor,
+    params: Sequence[Tensor],
+    fnn_tensors: int,
+    taus: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    mode: int,
+    context: bool,
+    threshold: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """x ``[..., M, D]`` -> out, penalty (0-d), logits, gates, saved: activations of layer 0, its output, ..."""
+    layers = layers_of(params, fnn_tensors, taus, seeds)
+    if fits(x, layers):
+        found = stack_forward(x, layers, 1.0, mode, context, threshold, save)
+        outs, total, logits, gates, kept = found
+    else:
+        outs, logits, gates, kept = [], [], [], []
+        total = x.new_zeros((), dtype=compute_dtype(x))
+        for layer in layers:
+            out, penalty, *shown, activations = MFNNR_FORWARD[True](
+                outs[-1] if outs else x, layer.route, layer.update, layer.tau, 1.0, layer.seed, mode, context,
+                threshold, save,
+            )  # fmt: skip
+            total = total + penalty
+            for some, one in zip((outs, logits, gates, kept), (out, *shown, activations), strict=True):
+                some.append(one)
+    saved = [t for pair in zip(kept, outs, strict=True) for t in pair][:-1] if save else []
+    return outs[-1], total, logits, gates, saved
+
+
+@torch.no_grad()
+def smfr_backward(
+    grad_out: Tensor | None,
+    grad_penalty: Tensor | None,
+    x: Tensor,
+    params: Sequence[Tensor],
+    fnn_tensors: int,
+    taus: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    mode: int,
+    context: bool,
+    threshold: float,
+    saved: Sequence[Tensor],
+    need_x: bool,
+    need_params: bool,
+) -> list[Tensor]:
+    """``[dx or empty(0), *dtaus, *dparams]``, the parameters' only with ``need_params``."""
+    layers = layers_of(params, fnn_tensors, taus, seeds)
+    if fits(x, layers):
+        found = stack_backward(
+            grad_out, grad_penalty, x, layers, 1.0, mode, context, threshold, saved[1::2], saved[::2], need_x,
+            need_params,
+        )  # fmt: skip
+        return [found.x, *found.taus, *found.params]
+    grad = grad_out
+    grad_taus: list[Tensor] = []
+    grad_params: list[Tensor] = []
+    for i in reversed(range(len(layers))):
+        layer = layers[i]
+        grad, grad_tau, *own = MFNNR_BACKWARD[True](
+            grad, grad_penalty, saved[2 * i - 1] if i else x, layer.route, layer.update, layer.tau, 1.0, layer.seed,
+            mode, context, threshold, saved[2 * i], i > 0 or need_x, need_params,
+        )  # fmt: skip
+        grad_taus[:0] = [grad_tau] if taus else []
+        grad_params[:0] = own
+    assert grad is not None
+    return [grad, *grad_taus, *grad_params]
+
+
+# ---- What `fastmod compile` builds of this file, and the tests check
+
+
+#: Name -> blocks in and out of the layers, D, hidden widths, mode, context.
+COMPILED: dict[str, Any] = {
+    "D10": ((6, 8, 8, 8, 5), 10, (100,), "softmax", True),
+    "D32": ((16, 16), 32, (128, 128, 128), "gumbel", False),
+}
+
+
+def specialisations(dtype: Dtype) -> list[Specialisation]:
+    if dtype.name == "fp64":  # see `fits`
+        return []
+    p, w = dtype.pointer, dtype.wide_pointer
+    stack_on_amd = {"PRECISION": IEEE, "num_warps": AMD_OPTIONS["num_warps"], "maxnreg": None}
+    found = []
+    for case, (counts, d, hidden, mode, context) in COMPILED.items():
+        x = torch.empty(1, counts[0], d, device="meta")
+
+        def fnn(inputs: int, outputs: int, hidden: Sequence[int] = hidden) -> list[Tensor]:
+            sizes = [inputs, *hidden, outputs]
+            shapes = [shape for i, o in pairwise(sizes) for shape in ((o, i), (o,))]
+            return [torch.empty(shape, device="meta") for shape in shapes]
+
+        layers = [
+            Layer(fnn(m * d, m * n), fnn((n + m if context else n) * d, n * d + n), None, None)
+            for m, n in pairwise(counts)
+        ]
+        gumbel = mode == "gumbel"
+        params, extra = len(layers[0].params), ["*i64", "*fp32"] if gumbel else []
+        shared = {
+            "table_ptr": "*i64", "weights_ptr": w, "NUMBERS": numbers_of(x, layers, context), "D": d,
+            "DEPTH": len(layers), "ROOM": max(m * n for m, n in pairwise(counts)),
+            "ROUTE": len(hidden) + 1, "UPDATE": len(hidden) + 1, "CONTEXT": context, "MODE": MODES[mode],
+            "TAU": tl.float32 if gumbel else None, **tile(counts, d),
+            "PRECISION": TF32_THRICE, "DT": dtype.element, "CT": dtype.compute,
+        }  # fmt: skip
+        forward = {
+            **shared, "pointers": (p, w, p, p, p, *extra, *[p] * params) * len(layers), "partials_ptr": w,
+            "PENALTY": True,
+        }  # fmt: skip
+        pointers = (p, w, *extra, *([w] if gumbel else []), *[p] * (2 * params)) * len(layers)
+        backward = {
+            **shared, "pointers": pointers, "grad_out_ptr": p, "grad_penalty_ptr": w, "dx_ptr": p, "grads_ptr": w,
+            "flow_ptr": w, "dtaus_ptr": w if gumbel else None, "FLOW": max(counts) * d, "PARAMS": 2 * params,
+        }  # fmt: skip
+        kept = {name: shared[name] for name in ("table_ptr", "ROUTE", "UPDATE", "PRECISION", "DT", "CT")}
+        weight = {
+            **kept, "grads_ptr": w, "dtaus_ptr": w if gumbel else None, "POINTERS": len(pointers),
+            "EXTRA": len(pointers) // len(layers) - 2 * params, "PARAMS": 2 * params, **WEIGHT_TILE,
+        }  # fmt: skip
+        found += [
+            Specialisation(forward_kernel, forward, NVIDIA_OPTIONS, case, stack_on_amd),
+            Specialisation(backward_kernel, backward, NVIDIA_OPTIONS, case, stack_on_amd),
+            Specialisation(weight_kernel, weight, OPTIONS, case, {"PRECISION": IEEE}),
+        ]
+    return found
