@@ -16,7 +16,8 @@ struct WeightProduct {
   static constexpr bool kWide = sizeof(T) == 4;
   static constexpr int kDepth = kWide ? 8 : 16;                   // pixels of one instruction
   static constexpr int kOwn = kPixels / 2, kSteps = kOwn / kDepth;  // of a warp
-  static constexpr int kGroup = kSteps < 2 ? kSteps : 2;  // steps whose gradients stay in registers for all taps
+  // Steps whose gradients stay in registers for all taps; sums of 9 taps x 32 outputs in fp32 leave room for one.
+  static constexpr int kGroup = kSteps < 2 || (kWide && kTaps * kM > 9) ? 1 : 2;
   // From pixel to pixel, in numbers of `Packed`: off each other's banks.
   using Packed = std::conditional_t<kWide, uint2, uint16_t>;  // fp32: high and low part
   static constexpr int kGradPitch = kWide ? kOut + 4 : kOut + 8, kInPitch = kWide ? kIn + 4 : kIn + 8;
