@@ -37,15 +37,30 @@ def _with_headers(source: Path) -> set[Path]:
     return found
 
 
-def compiled(source: Path, target: Target, cubin: Path) -> tuple[dict[str, resources.Resources], str]:
-    """Write ``cubin``; returns what each kernel in it needs, by mangled name, and what nvcc said."""
-    command = [tools.nvcc(), *FLAGS, "-Xptxas", "-v", f"-arch={target.name}", "-cubin", str(source), "-o", str(cubin)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip() or f"nvcc ended with {done.returncode}")
+def compiled(
+    source: Path, target: Target, cubin: Path, ptx: Path | None = None
+) -> tuple[dict[str, resources.Resources], str]:
+    """Write ``cubin``; returns what each kernel in it needs, by mangled name, and what nvcc said.
+
+    Args:
+        ptx: keeps what targets of one ``virtual`` architecture have in common, nearly half of the work: written by the
+            first of them, read by the others.
+    """
+    log = ""
+    if ptx is not None and not ptx.exists():
+        log = _nvcc(f"-arch={target.virtual}", "-ptx", str(source), "-o", str(ptx))
+    code = f"arch={target.virtual},code={target.name}"
+    log += _nvcc("-Xptxas", "-v", "-gencode", code, "-cubin", str(ptx or source), "-o", str(cubin))
     # nvcc uses tensor cores only where it is told to; disassembling takes a quarter of the time of compiling.
     told_to = any("mma" in path.read_text() for path in _with_headers(source))
-    return resources.of_cuda_cubin(cubin, done.stderr, disassemble=told_to), done.stderr
+    return resources.of_cuda_cubin(cubin, log, disassemble=told_to), log
+
+
+def _nvcc(*options: str) -> str:
+    done = subprocess.run([tools.nvcc(), *FLAGS, *options], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip() or f"nvcc ended with {done.returncode}")
+    return done.stderr
 
 
 def readable(symbol: str) -> tuple[str, list[str | int]]:

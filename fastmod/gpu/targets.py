@@ -16,6 +16,7 @@ class Target(NamedTuple):
     arch: int | str
     warp: int  # threads that run in step
     triton: bool = True  # Triton begins with sm_80
+    virtual: str = ""  # the architecture whose PTX CUDA C++ is assembled from
 
     @property
     def nvidia(self) -> bool:
@@ -26,8 +27,8 @@ class Target(NamedTuple):
         return "cubin" if self.nvidia else "hsaco"
 
 
-def _nvidia(arch: int, *, triton: bool = True) -> Target:
-    return Target(f"sm_{arch}", "cuda", arch, 32, triton)
+def _nvidia(arch: int, *, triton: bool = True, ptx: int | None = None) -> Target:
+    return Target(f"sm_{arch}", "cuda", arch, 32, triton, f"compute_{ptx or arch}")
 
 
 TARGETS: dict[str, Target] = {
@@ -35,8 +36,8 @@ TARGETS: dict[str, Target] = {
     for target in (
         _nvidia(75, triton=False),
         _nvidia(80),
-        _nvidia(86),
-        _nvidia(89),
+        _nvidia(86, ptx=80),  # to our sources the same as sm_80: one PTX serves the three
+        _nvidia(89, ptx=80),
         _nvidia(90),
         _nvidia(100),
         _nvidia(120),

@@ -21,7 +21,11 @@ ON_TENSOR_CORES = (
     "mfnnr",
     "mfnnr_weight",
 )
-NVIDIA = [name for name, target in TARGETS.items() if target.nvidia]
+#: By the PTX that they share.
+FAMILIES = [
+    [name for name, target in TARGETS.items() if target.nvidia and target.virtual == virtual]
+    for virtual in dict.fromkeys(target.virtual for target in TARGETS.values() if target.nvidia)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +46,21 @@ def test_every_file_is_found() -> None:
     assert all(len(kernels_in(path)) >= 1 for path in FILES.values())
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+def test_every_target_is_compiled_for() -> None:
+    assert [name for family in FAMILIES for name in family] == [name for name in TARGETS if TARGETS[name].nvidia]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids="+".join)
 @pytest.mark.parametrize("name", FILES)
-def test_compiles_without_spills(name: str, target: str, tmp_path: Path) -> None:
-    found, log = cuda_part.compiled(FILES[name], TARGETS[target], tmp_path / "kernels.cubin")
+def test_compiles_without_spills(name: str, family: list[str], tmp_path: Path) -> None:
+    for target in family:
+        compiles_without_spills(name, target, tmp_path)
+
+
+def compiles_without_spills(name: str, target: str, folder: Path) -> None:
+    found, log = cuda_part.compiled(
+        FILES[name], TARGETS[target], folder / f"{target}.cubin", ptx=folder / "kernels.ptx"
+    )
     assert "warning" not in log, log
     assert {cuda_part.readable(symbol)[0] for symbol in found} == kernels_in(FILES[name])
     assert set(re.findall(r"Compiling entry function '\w+' for '(\w+)'", log)) == {target}

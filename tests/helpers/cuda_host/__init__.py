@@ -101,11 +101,13 @@ def _link(name: str, sources: dict[Path, list[str]], flags: list[str], libraries
     for path in sorted([*HERE.rglob("*.h"), *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.[hc]*")]):
         if path.suffix != ".cu":  # bindings count: bindings_host.cpp includes them
             headers.update(path.name.encode() + path.read_bytes())
-    objects = []
+    waiting = {}
     for path, own in sources.items():
         command = [compiler, *_FLAGS, *own, "-x", "c++", "-c", str(path)]
-        content = path.read_bytes() + headers.digest() + repr(command).encode()
-        objects.append(_make(path.stem + ".o", content, command))
+        waiting[path] = (path.stem + ".o", path.read_bytes() + headers.digest() + repr(command).encode(), command)
+    for made in waiting.values():  # first those that no other process of the test run is making
+        _make(*made, wait=False)
+    objects = [_make(*made) for made in waiting.values()]
     content = repr((objects, flags, libraries)).encode()
     try:
         return _make(name, content, [compiler, *flags, *map(str, objects), *libraries])
@@ -115,12 +117,15 @@ def _link(name: str, sources: dict[Path, list[str]], flags: list[str], libraries
         raise UnavailableError(f"no {name} runtime: {error}") from error
 
 
-def _make(name: str, content: bytes, command: list[str]) -> Path:
+def _make(name: str, content: bytes, command: list[str], wait: bool = True) -> Path:
     folder = ROOT / "build" / "cuda_host"
     target = folder / f"{hashlib.sha256(content).hexdigest()[:16]}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     with open(f"{target}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of one test run build each file once
+        try:  # two processes of one test run build each file once
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return target
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch) / name
