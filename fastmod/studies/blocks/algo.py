@@ -82,6 +82,10 @@ class AlgoTrial(Trial):
         target = arithmetic.one_hot(states[-1]).view(chunk, batch, VARIABLES, BLOCK)
         return start, named, target
 
+    @property
+    def side_by_side(self) -> bool:
+        return models.mappable(self.model) and self.noise is None
+
     def loss(self, state: Tensor, tasks: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         penalty: Tensor | float = 0.0
         for task in tasks:

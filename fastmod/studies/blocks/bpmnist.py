@@ -111,6 +111,10 @@ class BPMNISTTrial(Trial):
         task = torch.where(labels == removed[task], task - 4, task)
         return places_of(image, task), labels, task
 
+    @property
+    def side_by_side(self) -> bool:
+        return models.mappable(self.model)
+
     def loss(self, places: Tensor, labels: Tensor, task: Tensor) -> Tensor:  # type: ignore[override]
         blocks = F.embedding(places, self.train_blocks)
         scores = self.model(blocks)[:, 0, :CLASSES]

@@ -68,6 +68,10 @@ class DoubleAddTrial(Trial):
         blocks, digit = blocks_of(first, second, task)
         return blocks, arithmetic.one_hot(digit)
 
+    @property
+    def side_by_side(self) -> bool:
+        return models.mappable(self.model)
+
     def loss(self, blocks: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         answer = self.model(blocks)[:, 0]
         return F.mse_loss(answer, target) + self.penalty(self.model, len(blocks))

@@ -87,6 +87,12 @@ def build(config: ModelConfig, name: str, in_blocks: int, out_blocks: int, block
     raise StudyError(f"unknown model {name!r}")
 
 
+def mappable(model: nn.Module) -> bool:
+    """Whether trials of it can train side by side: no Gumbel noise, which would not be that of each trial alone, and no
+    attention, which torch.vmap takes copy by copy on a CPU."""
+    return isinstance(model, FNN | PlainSMFR) or (isinstance(model, SMFR) and model.mode == "softmax")
+
+
 class RangePenalty:
     """The loss that keeps an SMFR's logits in range, by a study's settings; 0 for models that have none."""
 
