@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from fastmod.runs import draw, parallel
+from fastmod.runs import draw, parallel, tables
 from fastmod.runs.command import (
     ADDRESS_HELP,
     ON_HELP,
@@ -88,7 +88,7 @@ def sweep(
 
 
 def _run(folder: SweepFolder, sweep: Sweep, measures: Sequence[str]) -> None:
-    from fastmod.runs import engine, signals, tables
+    from fastmod.runs import engine, signals
     from fastmod.runs import sweep as sweeps
     from fastmod.runs.display import Display
 
@@ -125,8 +125,7 @@ def _shown(lines: Sequence[dict[str, object]], wanted: Sequence[str], sweep: Swe
     for name in wanted:
         if name not in have:
             raise StudyError(f"--measure {name}: there are {', '.join(have)}")
-    usual = [name for name in have if name != "loss" and not name.startswith("gate_")] or have  # gates: for inspection
-    return list(wanted) or sorted(usual, key=lambda name: name != sweep.by)[:_SHOWN]
+    return list(wanted) or sorted(tables.usual(have), key=lambda name: name != sweep.by)[:_SHOWN]
 
 
 def _table(sweep: Sweep, lines: Sequence[dict[str, object]], shown: Sequence[str], *, ascii_only: bool) -> Table:

@@ -198,6 +198,7 @@ class BPMNIST(Study):
     default_seeds = "0"
     criterion = "accuracy"  # of the validation permutations
     defaults = BPMNISTConfig()
+    unprinted = ("batch",)
     presets: ClassVar = {
         model: {**PAPER, "steps": 25_000, "hidden": 400, "layers": 4, "bias_steps": 300} for model in models
     }

@@ -21,6 +21,9 @@ PAPER: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+UNPRINTED = ("steps", "batch")
+
+
 @dataclass(frozen=True)
 class ModelConfig(Config):
     width: int = 8  # SMFR: blocks between layers, layers of the stack, units and layers of the FNNs inside
