@@ -29,7 +29,7 @@ def cells(sweep: Sweep, found: Sequence[tuple[Cell, Record]], settings: Mapping[
     }  # fmt: skip
 
 
-def lines(kept: Mapping[str, Any], about: str, measure: str, across: str, at: str | None = None) -> list[str]:
+def tables_of(kept: Mapping[str, Any], about: str, measure: str, across: str, at: str | None = None) -> list[str]:
     """A table for every model, under a line that says of what. Where ``at`` is given, each mean is followed by the
     number of trials that have this value."""
     sweep = kept["sweep"]
@@ -42,14 +42,13 @@ def lines(kept: Mapping[str, Any], about: str, measure: str, across: str, at: st
             have = ", ".join(dict.fromkeys(name for cell in sweep["cells"] for name in cell["measures"]))
             raise StudyError(f"cells={measure}: {model} has no such measure, only {have}")
         counted = f", in brackets the trials at {at}" if at is not None else ""
-        found += [
-            "",
+        head = (
             f"`{kept['study']}` {model}, {measure}: mean over the trials of a cell{counted}. {about}, "
-            f"{sweep['steps']:,} steps, {sweep['minutes']:.0f} minutes in all; {setting}.",
-            "",
-            *_grid(own, [axis for axis in sweep["axes"] if axis != across], across, measure, at),
-        ]
-    return found[1:]
+            f"{sweep['steps']:,} steps, {sweep['minutes']:.0f} minutes in all; {setting}.\n"
+        )
+        rest = [axis for axis in sweep["axes"] if axis != across]
+        found.append("\n".join([head, *_grid(own, rest, across, measure, at)]))
+    return found
 
 
 def _grid(

@@ -143,12 +143,19 @@ def lines(kept: Mapping[str, Any], rows: str = "") -> list[str]:
     return found
 
 
-def _grids(kept: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
-    """The cells of a sweep, if it is one, in a table for each model."""
-    if "sweep" not in kept:
-        return []
-    about = f"Seeds {_seeds(kept['seeds'], len(kept['seeds']))}, commit {_commit(kept['versions'])}"
-    return grid_table.lines(kept, about, wanted["cells"], wanted["across"], wanted.get("at"))
+def _rows(records: Sequence[Mapping[str, Any]], rows: str) -> str:
+    found = [line for kept in records for line in lines(kept, rows)]
+    return "\n".join([HEADER, *found]) if found else ""
+
+
+def _grids(records: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) -> str:
+    """The cells of those that are sweeps, in a table for each model."""
+    found = []
+    for kept in records:
+        if "sweep" in kept:
+            about = f"Seeds {_seeds(kept['seeds'], len(kept['seeds']))}, commit {_commit(kept['versions'])}"
+            found += grid_table.tables_of(kept, about, wanted["cells"], wanted["across"], wanted.get("at"))
+    return "\n\n".join(found)
 
 
 def _seeds(seeds: Sequence[int], trials: int) -> str:
@@ -215,14 +222,13 @@ def filled(text: str, records: Mapping[str, Mapping[str, Any]]) -> tuple[str, li
         end = text.find(_END, mark.end())
         if end < 0 or "<!-- results " in text[mark.end() : end]:
             raise StudyError(f"{mark[0].strip()}: expected {_END} after it")
-        rows = []
+        chosen = []
         for name, kept in records.items():
             if kept["study"] in wanted["study"].split(",") and fnmatch.fnmatch(name, wanted["runs"]):
                 homeless.pop(name, None)
-                rows += lines(kept, wanted["rows"]) if "cells" not in wanted else _grids(kept, wanted)
-        head = [] if "cells" in wanted else [HEADER]
-        table = "\n".join([*head, *rows]) if rows else "(no run yet)"
-        parts += [text[at : mark.end()], table, "\n"]
+                chosen.append(kept)
+        table = _grids(chosen, wanted) if "cells" in wanted else _rows(chosen, wanted["rows"])
+        parts += [text[at : mark.end()], table or "(no run yet)", "\n"]
         at = end
     return "".join([*parts, text[at:]]), list(homeless)
 

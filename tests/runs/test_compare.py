@@ -201,6 +201,11 @@ def test_cells_as_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "| 1 | False | 1 | 0.750 (1) | 1.000 (2) |",
         "| 1 | False | 2 | 0.000 (0) | 0.375 (0) |",
     ]
+    again = shutil.copytree(folder, tmp_path / "sweep2")
+    assert in_process("results", again, "--write", page).code == 0
+    assert page.read_text().count("width 9 |\n") == page.read_text().count("\n\n") - 1 == 2, (
+        "each below a line of its own"
+    )
     shown_only = in_process("results", folder)
     assert shown_only.code == 0 and "sweep: 4 cells, as a grid: <!-- results study=doubleadd" in shown_only.out
     for wrong, word in (("ood_accuracy", "x"), ("width", "y")):
