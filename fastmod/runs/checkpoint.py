@@ -47,8 +47,18 @@ def save(path: Path, owner: str, state: dict[str, Any]) -> None:
 def content_of(owner: str, state: dict[str, Any]) -> bytes:
     """Of the file."""
     buffer = io.BytesIO()
-    torch.save({"format": FORMAT, "owner": owner, "digest": digest(state), "state": state}, buffer)
+    torch.save({"format": FORMAT, "owner": owner, "digest": digest(state), "state": _alone(state)}, buffer)
     return buffer.getvalue()
+
+
+def _alone(value: Any) -> Any:
+    """The same, but for tensors that are part of a larger one: torch would save all of it with each."""
+    if isinstance(value, Tensor):
+        whole = value.layout != torch.strided or value.untyped_storage().nbytes() == value.nbytes
+        return value if whole else value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _alone(entry) for key, entry in value.items()}
+    return type(value)(map(_alone, value)) if isinstance(value, list | tuple) else value
 
 
 def load(path: Path, owner: str | None = None, content: bytes | None = None) -> dict[str, Any]:

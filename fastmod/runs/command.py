@@ -28,6 +28,7 @@ from fastmod.studies import registry
 TRACK_HELP = "Tell tensorboard, wandb, mlflow or trackio too; repeat for several."
 ON_HELP = "Where trials run: here, or ray (pip install fastmod[ray])."
 ADDRESS_HELP = "Of a Ray cluster; without one, a cluster of this machine."
+TOGETHER_HELP = "Trials of a model that train side by side, in one batched step; they differ in the seed alone."
 console = Console()
 _errors = Console(stderr=True)
 
@@ -63,6 +64,7 @@ def study(
     out: Annotated[Path | None, typer.Option(help="Folder of the run; must not exist or be empty.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Trials at the same time, sharing the threads.")] = None,
+    together: Annotated[int | None, typer.Option(min=1, help=TOGETHER_HELP)] = None,
     device: Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")] = None,
     track: Annotated[list[str] | None, typer.Option(help=TRACK_HELP)] = None,
     on: Annotated[str | None, typer.Option(help=ON_HELP)] = None,
@@ -80,7 +82,7 @@ def study(
             engine.assist(theirs)
             return
         if resume is not None:
-            others = (model, seeds, steps, epochs, setting, out, jobs, device, track)
+            others = (model, seeds, steps, epochs, setting, out, jobs, together, device, track)
             if any(option is not None for option in others) or quick or noisy:
                 raise StudyError("--resume goes on with a run as it was begun; it takes no other option but --on")
             folder = RunFolder(resume)
@@ -93,12 +95,12 @@ def study(
             text = settings_of(setting or [])
             text |= {"noisy": "true"} if noisy else {}
             text |= {} if epochs is None else {"epochs": str(epochs)}
-            plan = make_plan(name, model, seeds, steps, text, quick, jobs or 1, device, track or ())
+            plan = make_plan(name, model, seeds, steps, text, quick, jobs or 1, device, track or (), together or 1)
             plan = placed(plan, on, address)
             default = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
             folder = RunFolder.create(out or default, plan)
-        if team.size > 1 and (plan.jobs > 1 or plan.on != HERE):
-            raise StudyError("torchrun: one trial is trained at a time, so without --jobs and --on")
+        if team.size > 1 and (max(plan.jobs, plan.together) > 1 or plan.on != HERE):
+            raise StudyError("torchrun: one trial is trained at a time, so without --jobs, --together and --on")
         team.same(plan)
         run(folder, plan)
 
@@ -194,6 +196,7 @@ def make_plan(
     jobs: int,
     device: str | None,
     track: Sequence[str] = (),
+    together: int = 1,
 ) -> Plan:
     study = registry.get(name)
     tracking.check(track)
@@ -215,6 +218,7 @@ def make_plan(
         device=device_of(device),
         threads=max(1, torch.get_num_threads() // jobs),
         jobs=jobs,
+        together=together,
         versions=versions(),
         track=list(dict.fromkeys(track)),
     )
@@ -227,6 +231,8 @@ def placed(plan: Plan, on: str | None, address: str | None) -> Plan:
     on = on or (RAY if address else plan.on)
     if on == RAY and find_spec("ray") is None:
         raise StudyError('--on ray: the package ray is missing; pip install "fastmod[ray]"')
+    if on == RAY and plan.together > 1:
+        raise StudyError("--together: a task of Ray is one trial; expected --jobs, or neither, with --on ray")
     if on == HERE and address:
         raise StudyError(f"--address {address}: expected --on {RAY} with it")
     return replace(plan, on=on, address=None if on == HERE else address or plan.address)

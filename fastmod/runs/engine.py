@@ -1,12 +1,15 @@
-"""Runs the trials of a study, one after the other or in several jobs, and picks up where a killed run left off."""
+"""Runs the trials of a study, one after the other, side by side or in several jobs, and picks up where a killed run
+left off."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from fastmod.runs.config import StudyError, changed
 from fastmod.runs.folder import RAY, Plan, RunFolder, trial_key
 from fastmod.runs.jobs import Wire, run_jobs
 from fastmod.runs.ledger import FolderLedger, Ledger
+from fastmod.runs.side_by_side import SideBySide
 from fastmod.runs.signals import Stop, stop_on_signals
 from fastmod.runs.study import Record, Study
 from fastmod.runs.trial import Trial
@@ -86,55 +90,98 @@ def run_trial(
 
 def train(plan: Plan, model: str, seed: int, ledger: Ledger, tell: Listener, stopped: Callable[[], bool]) -> Record:
     """Train one trial to its end, from what the ledger has of it."""
-    key, team = trial_key(model, seed), parallel.team
-    trial = prepare_trial(registry.get(plan.study), plan, model, seed)
-    metrics: dict[str, float] = {}
-    on_disk = -1  # step of the checkpoint
-    state = team.same(ledger.state())
-    if state is not None:
-        trial.load_state(state)
-        metrics, on_disk = state["metrics"], trial.step
+    return train_all([Course(plan, model, seed, ledger)], tell, stopped)[0]
 
-    def save() -> None:
-        nonlocal on_disk
-        if trial.step == on_disk:
-            return
-        ledger.save({**trial.state(), "metrics": metrics})
-        on_disk = trial.step
 
+class Course:
+    """A trial under way: where its news go, what it measured last, and its own noise."""
+
+    def __init__(self, plan: Plan, model: str, seed: int, ledger: Ledger) -> None:
+        self.key, self.model, self.ledger = trial_key(model, seed), model, ledger
+        self.trial = prepare_trial(registry.get(plan.study), plan, model, seed)
+        self.metrics: dict[str, float] = {}
+        self._on_disk = -1  # step of the checkpoint
+        state = parallel.team.same(ledger.state())
+        if state is not None:
+            self.trial.load_state(state)
+            self.metrics, self._on_disk = state["metrics"], self.trial.step
+        self._random = self.trial.random_state()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[Trial]:
+        """The trial, with torch's generators as it left them, whoever used them since."""
+        self.trial.set_random_state(self._random)
+        yield self.trial
+        self._random = self.trial.random_state()
+
+    def chunk(self) -> float:
+        with self.alone() as trial:
+            return float(trial.chunk())
+
+    def measure(self, loss: float) -> dict[str, float] | None:
+        """After a chunk; None where it is not due."""
+        with self.alone() as trial:
+            if not math.isfinite(loss):
+                raise StudyError(f"{self.key}: the loss is {loss} at step {trial.step}; try a smaller lr")
+            if not (trial.due or trial.finished):
+                return None
+            parallel.team.same_buffers(trial.model)
+            self.metrics = parallel.team.same({"loss": loss, **trial.metrics()})
+            trial.after_evaluation(self.metrics)
+            self.ledger.add(trial.step, self.metrics)
+            return self.metrics
+
+    def save(self) -> None:
+        if self.trial.step != self._on_disk:
+            with self.alone() as trial:
+                self.ledger.save({**trial.state(), "metrics": self.metrics})
+            self._on_disk = self.trial.step
+
+
+def train_all(courses: Sequence[Course], tell: Listener, stopped: Callable[[], bool]) -> list[Record]:
+    """Train some trials to their end: those at the lowest step side by side, so that one that a kill left behind
+    catches up first."""
+    team = parallel.team
+    together: SideBySide | None = None
     try:
         saved = time.monotonic()
-        while not trial.finished:
-            begin, before = time.perf_counter(), trial.step
-            try:
-                loss = float(trial.chunk())  # the only wait for the device, once a chunk
+        while learning := [course for course in courses if not course.trial.finished]:
+            begin, before = time.perf_counter(), min(course.trial.step for course in learning)
+            group = [course for course in learning if course.trial.step == before]
+            try:  # the only wait for the device, once a chunk
+                if len(group) == 1:
+                    losses = [group[0].chunk()]
+                else:
+                    trials = [course.trial for course in group]
+                    if together is None or together.trials != trials:
+                        together = SideBySide(trials)
+                    losses = together.chunk().tolist()
             except (MemoryError, RuntimeError) as error:  # torch has a class of its own for a GPU's memory only
                 if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error):
-                    raise StudyError(f"{key}: out of memory; try a smaller batch or chunk") from error
+                    keys = ", ".join(course.key for course in group)
+                    raise StudyError(f"{keys}: out of memory; try a smaller batch or chunk") from error
                 raise
-            fresh = None
-            if not math.isfinite(loss):
-                raise StudyError(f"{key}: the loss is {loss} at step {trial.step}; try a smaller lr")
-            if trial.due or trial.finished:
-                team.same_buffers(trial.model)
-                fresh = team.same({"loss": loss, **trial.metrics()})
-                trial.after_evaluation(fresh)
-                metrics = fresh
-                ledger.add(trial.step, fresh)
+            fresh = [course.measure(loss) for course, loss in zip(group, losses, strict=True)]
             spent = time.perf_counter() - begin
-            trial.seconds += spent
-            rate = (trial.step - before) / spent
-            tell(Progress(key, trial.step, trial.steps, trial.seconds, rate, fresh, trial.finished))
-            if team.any(stopped()) and not trial.finished:
-                save()
+            for course, metrics in zip(group, fresh, strict=True):
+                trial = course.trial
+                trial.seconds += spent / len(group)
+                rate = (trial.step - before) / spent
+                tell(Progress(course.key, trial.step, trial.steps, trial.seconds, rate, metrics, trial.finished))
+            if team.any(stopped()) and not all(course.trial.finished for course in courses):
+                for course in courses:
+                    course.save()
                 raise Interrupted
-            if time.monotonic() - saved >= trial.config.checkpoint_seconds:
-                save()
+            if time.monotonic() - saved >= courses[0].trial.config.checkpoint_seconds:
+                for course in courses:
+                    course.save()
                 saved = time.monotonic()
-        save()
+        for course in courses:
+            course.save()
     finally:
-        ledger.close()
-    return record_of(trial, model, metrics)
+        for course in courses:
+            course.ledger.close()
+    return [record_of(course.trial, course.model, course.metrics) for course in courses]
 
 
 def record_of(trial: Trial, model: str, metrics: dict[str, float]) -> Record:
@@ -186,21 +233,47 @@ def run_tasks(tasks: Sequence[Task], tell: Listener, stop: Stop) -> list[Record]
 
 
 def bundles(tasks: Sequence[Task]) -> list[list[Task]]:
-    """The place for batched training: tasks that :func:`run_bundle` trains side by side are one bundle, in the order
-    of the tasks. Each is alone today."""
-    return [[task] for task in tasks]
+    """Tasks that differ in nothing but the seed, as many at a time as their plan wants side by side, in the order of
+    the tasks."""
+    found: list[list[Task]] = []
+    for task in tasks:
+        last = found[-1] if found else []
+        if last and len(last) < task.plan.together and (last[0].path, last[0].model) == (task.path, task.model):
+            last.append(task)
+        else:
+            found.append([task])
+    return found
 
 
 def run_bundle(bundle: Sequence[Task], tell: Listener, stopped: Callable[[], bool]) -> list[Record]:
     """Train the tasks of a bundle: what a job or a process does at a time."""
-    records = []
-    for task in bundle:
-        if stopped():
-            raise Interrupted
-        folder = RunFolder(task.path)
-        with folder.together():
-            records.append(run_trial(folder, task.plan, task.model, task.seed, task.named(tell), stopped))
-    return records
+    if stopped():
+        raise Interrupted
+    first = bundle[0]
+    folder = RunFolder(first.path)
+    with folder.together():
+        if len(bundle) == 1:
+            return [run_trial(folder, first.plan, first.model, first.seed, first.named(tell), stopped)]
+        return run_together(folder, bundle, tell, stopped)
+
+
+def run_together(
+    folder: RunFolder, bundle: Sequence[Task], tell: Listener, stopped: Callable[[], bool]
+) -> list[Record]:
+    """Train several trials side by side; one after the other, with a line that says why, where that cannot be."""
+    tell = bundle[0].named(tell)
+    courses = [Course(t.plan, t.model, t.seed, FolderLedger(folder, t.plan, t.model, t.seed)) for t in bundle]
+    reason = SideBySide.why_not([course.trial for course in courses])
+    if reason is None:
+        return train_all(courses, tell, stopped)
+    _say_once(f"--together: {bundle[0].model} trains one trial after the other, {reason}")
+    return [record for course in courses for record in train_all([course], tell, stopped)]
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """A sweep has many bundles for which it holds."""
+    print(line, file=sys.stderr)
 
 
 def _steps_saved(folder: RunFolder, plan: Plan) -> dict[str, int]:

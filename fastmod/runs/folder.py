@@ -36,6 +36,7 @@ class Plan:
     device: str = "cpu"
     threads: int = 1  # of torch, in each job: sums depend on it in the last bit
     jobs: int = 1
+    together: int = 1  # trials of one model that train in one batched step
     versions: dict[str, str] = field(default_factory=dict)
     track: list[str] = field(default_factory=list)  # trackers, see tracking.py
     on: str = HERE  # where trials run: on this machine, or "ray"
@@ -52,9 +53,9 @@ class Plan:
             and all(isinstance(value, list) for value in (self.models, self.seeds, self.track))
             and all(isinstance(name, str) for name in (*self.models, *self.track))
             and self.on in (HERE, RAY)
-            and all(isinstance(count, int) for count in (*self.seeds, self.threads, self.jobs))
+            and all(isinstance(count, int) for count in (*self.seeds, self.threads, self.jobs, self.together))
             and isinstance(self.settings, dict)
-            and min(self.threads, self.jobs) > 0
+            and min(self.threads, self.jobs, self.together) > 0
         )
 
     def owner(self, model: str, seed: int) -> str:

@@ -72,22 +72,23 @@ def write_result(folder: RunFolder, plan: Plan, records: list[Record]) -> tuple[
 
 
 def _result(plan: Plan, study: Study, records: list[Record], rows: list[Row]) -> str:
-    table = [
-        {
-            "name": row.name,
-            "paper": row.paper,
-            "mean": row.mean if row.values else None,
-            "standard_error": row.error,
-            "trials": row.trials,
-            "steps": row.steps,
-            "minutes": row.minutes,
-            "note": row.note,
-        }
-        for row in rows
-    ]
+    table = [{**row_of(row), "note": row.note} for row in rows]
     trials = [{"trial": record.key, **asdict(record)} for record in records]
     result = {"study": study.name, "paper": study.paper, "config": asdict(plan), "table": table, "trials": trials}
     return json.dumps(result, indent=2)
+
+
+def row_of(row: Row) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+        "name": row.name,
+        "paper": row.paper,
+        "mean": row.mean if row.values else None,
+        "standard_error": row.error,
+        "trials": row.trials,
+        "steps": row.steps,
+        "minutes": row.minutes,
+    }
 
 
 def _page(

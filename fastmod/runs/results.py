@@ -9,7 +9,13 @@ between two marks, and all text around them is left alone::
     <!-- end of results -->
 
 ``study``: one, or several with commas between; ``rows``: what to find in the names of rows, a regular expression;
-``runs``: a pattern of record names; the last two may be left out. A sweep has a row per cell, model and measure.
+``runs``: a pattern of record names; the last two may be left out. A sweep has the rows that its study makes of all
+trials, those of its best trials and, if it has few cells, a row per cell, model and measure. All cells as a grid::
+
+    <!-- results study=doubleadd cells=ood_accuracy across=width at=1.0 -->
+
+``cells``: the measure; ``across``: the setting whose values are the columns; ``at``: the value to count trials at, or
+left out.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastmod.runs import report, tables
+from fastmod.runs import grid_table, report, tables
 from fastmod.runs import sweep as sweeps
 from fastmod.runs.checkpoint import write_atomically
 from fastmod.runs.config import StudyError, changed
@@ -31,6 +37,7 @@ from fastmod.runs.study import Study, shown
 from fastmod.studies import registry
 
 FORMAT = "fastmod result 1"
+FEW_CELLS = 12
 HEADER = (
     "| study, row | paper | ours (mean ± standard error) | seeds | steps | minutes | setting | commit |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -48,9 +55,11 @@ def record(path: Path) -> dict[str, Any]:
     plan = folder.plan()
     study = registry.get(plan.study)
     config = changed(study.defaults, plan.settings)
-    keys = ("name", "paper", "mean", "standard_error", "trials", "steps", "minutes")
     settings = {model: study.setting(config, model) for model in plan.models}
-    rows = [{**{key: row[key] for key in keys}, "setting": _setting(row["name"], settings)} for row in found["table"]]
+    rows = [
+        {**{key: row[key] for key in row if key != "note"}, "setting": _setting(row["name"], settings)}
+        for row in found["table"]
+    ]
     return _record(path, study, plan, rows)
 
 
@@ -63,13 +72,20 @@ def _record(path: Path, study: Study, plan: Plan, rows: list[dict[str, Any]]) ->
 
 
 def _record_of_sweep(path: Path) -> dict[str, Any]:
-    """A row per cell, model and measure, and those of the best trials."""
+    """What the study makes of all trials, a row per cell, model and measure where cells are few, and those of the best
+    trials; and the cells, for a grid of them."""
     sweep, found = sweeps.read(sweeps.SweepFolder(path))
     study = registry.get(sweep.plan.study)
     best = tables.best_lines(found, sweep.best, sweep.by) if sweep.best else []
+    few = tables.cell_lines(found) if len({cell.name for cell, _ in found}) <= FEW_CELLS else []
+    settings = {model: _swept_setting(study, sweep, model) for model in sweep.plan.models}
     grid = " ".join(f"{key}={','.join(map(str, values))}" for key, values in sweep.grid.items())
-    rows = []
-    for line in [*tables.cell_lines(found), *best]:
+    config = changed(study.defaults, sweep.plan.settings)
+    rows = [
+        {**report.row_of(row), "setting": f"{_setting(row.name, settings)}; over the grid {grid}"}
+        for row in study.sweep_table(config, [(cell.values, one) for cell, one in found])
+    ]
+    for line in [*few, *best]:
         inside = [(cell, one) for cell, one in found if one.model == line["model"] and _within(cell.values, line)]
         cell, _ = inside[0]
         if line["kind"] == "cell":
@@ -81,7 +97,15 @@ def _record_of_sweep(path: Path) -> dict[str, Any]:
              **{key: line[key] for key in ("mean", "standard_error", "trials")},
              "steps": max(one.steps for _, one in inside), "minutes": sum(one.seconds for _, one in inside) / 60}
         )  # fmt: skip
-    return _record(path, study, sweep.plan, rows)
+    cells = grid_table.cells(sweep, found, settings)
+    return {**_record(path, study, sweep.plan, rows), "sweep": cells}
+
+
+def _swept_setting(study: Study, sweep: sweeps.Sweep, model: str) -> str:
+    """Of a model in all cells. Where the axes are those of a grid that the study has, so that seeds can draw from it
+    too, it does not matter that here they did not."""
+    swept = {*sweep.grid} | ({"grid"} if {*sweep.grid} in map(set, study.grids.values()) else set())
+    return study.setting(changed(study.defaults, sweep.plan.settings), model, swept)
 
 
 def _within(values: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
@@ -117,6 +141,21 @@ def lines(kept: Mapping[str, Any], rows: str = "") -> list[str]:
         ]  # fmt: skip
         found.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return found
+
+
+def _rows(records: Sequence[Mapping[str, Any]], rows: str) -> str:
+    found = [line for kept in records for line in lines(kept, rows)]
+    return "\n".join([HEADER, *found]) if found else ""
+
+
+def _grids(records: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) -> str:
+    """The cells of those that are sweeps, in a table for each model."""
+    found = []
+    for kept in records:
+        if "sweep" in kept:
+            about = f"Seeds {_seeds(kept['seeds'], len(kept['seeds']))}, commit {_commit(kept['versions'])}"
+            found += grid_table.tables_of(kept, about, wanted["cells"], wanted["across"], wanted.get("at"))
+    return "\n\n".join(found)
 
 
 def _seeds(seeds: Sequence[int], trials: int) -> str:
@@ -183,13 +222,13 @@ def filled(text: str, records: Mapping[str, Mapping[str, Any]]) -> tuple[str, li
         end = text.find(_END, mark.end())
         if end < 0 or "<!-- results " in text[mark.end() : end]:
             raise StudyError(f"{mark[0].strip()}: expected {_END} after it")
-        rows = []
+        chosen = []
         for name, kept in records.items():
             if kept["study"] in wanted["study"].split(",") and fnmatch.fnmatch(name, wanted["runs"]):
                 homeless.pop(name, None)
-                rows += lines(kept, wanted["rows"])
-        table = "\n".join([HEADER, *rows]) if rows else "(no run yet)"
-        parts += [text[at : mark.end()], table, "\n"]
+                chosen.append(kept)
+        table = _grids(chosen, wanted) if "cells" in wanted else _rows(chosen, wanted["rows"])
+        parts += [text[at : mark.end()], table or "(no run yet)", "\n"]
         at = end
     return "".join([*parts, text[at:]]), list(homeless)
 
@@ -199,10 +238,14 @@ def _wanted(words: str) -> dict[str, str]:
         given = dict(word.split("=", 1) for word in shlex.split(words))
     except ValueError:
         given = {}
-    if "study" not in given or not given.keys() <= {"study", "rows", "runs"}:
-        raise StudyError(f'<!-- results {words} -->: expected study=NAME, and perhaps rows="..." and runs="..."')
+    rows_of_runs, grids = {"study", "runs", "rows"}, {"study", "runs", "cells", "across", "at"}
+    right = given.keys() <= rows_of_runs or ({"cells", "across"} <= given.keys() <= grids)
+    if "study" not in given or not right:
+        ways = 'study=NAME, and perhaps rows="...", or cells=MEASURE across=SETTING, and runs="..."'
+        raise StudyError(f"<!-- results {words} -->: expected {ways}")
     try:
         re.compile(given.get("rows", ""))
-    except re.error as error:
-        raise StudyError(f"<!-- results {words} -->: rows: {error}") from None
+        float(given.get("at", "0"))
+    except (re.error, ValueError) as error:
+        raise StudyError(f"<!-- results {words} -->: {'at' if 'at' in given else 'rows'}: {error}") from None
     return {"rows": "", "runs": "*", **given}

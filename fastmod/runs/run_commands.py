@@ -69,6 +69,11 @@ def results(
             if not new:
                 raise StudyError("expected run folders, or --write PAGE to make its tables again")
             say("\n".join([rows.HEADER, *(line for kept in new for line in rows.lines(kept))]))
+            for kept in new:
+                if "sweep" in kept:
+                    count, axes = len(kept["sweep"]["cells"]), "|".join(kept["sweep"]["axes"])
+                    mark = f"<!-- results study={kept['study']} cells=MEASURE across={axes} -->"
+                    say(f"{kept['run']}: {count} cells, as a grid: {mark} in a page")
             return
         homeless = rows.write(write, new)
         for name in homeless:

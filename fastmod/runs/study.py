@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -120,6 +120,8 @@ class Study(ABC):
     quick: ClassVar[dict[str, Any]]  # settings of --quick: minutes instead of hours, nothing to conclude from
     #: Model -> the paper's settings for it, where ``config.paper`` asks for them.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: Settings of which the paper says nothing.
+    unprinted: ClassVar[tuple[str, ...]] = ()
     #: Name -> setting -> values: grids for ``fastmod sweep STUDY --grid NAME``, such as those that a paper searched.
     grids: ClassVar[Mapping[str, Mapping[str, Sequence[Any]]]] = {}
     #: The measure of a trial by which ``fastmod sweep --best`` picks; validation, not what is reported.
@@ -134,21 +136,30 @@ class Study(ABC):
         """The settings as a model is trained with them."""
         return changed(config, self.presets.get(model, {})) if getattr(config, "paper", False) else config
 
-    def setting(self, config: Any, model: str) -> str:
-        """Whether a model is trained as in the paper, and where not."""
+    def setting(self, config: Any, model: str, swept: Collection[str] = ()) -> str:
+        """Whether a model is trained as in the paper, and where not; ``swept``: settings that are not looked at, since
+        a sweep goes over them."""
         if model not in self.presets:
             return "not held against the paper's setting"
         ours, theirs = self.config_of(config, model), self.presets[model]
         # What the preset leaves open is the paper's, as far as is known, where it is the study's default.
         theirs = {**{k: v for k, v in vars(self.defaults).items() if k not in _BOOKKEEPING}, **theirs}
-        apart = [f"{k} {getattr(ours, k)} ({v})" for k, v in theirs.items() if getattr(ours, k) != v]
-        return f"not the paper's setting: {', '.join(apart)}" if apart else "the paper's setting"
+        apart = {k: f"{k} {getattr(ours, k)} ({v})" for k, v in theirs.items() if getattr(ours, k) != v}
+        apart = {k: text for k, text in apart.items() if k not in swept}
+        known = [text for k, text in apart.items() if k not in self.unprinted]
+        unknown = [text for k, text in apart.items() if k in self.unprinted]
+        found = f"not the paper's setting: {', '.join(known)}" if known else "the paper's setting"
+        return found + (f"; not printed there, but other than by default: {', '.join(unknown)}" if unknown else "")
 
     @abstractmethod
     def trial(self, config: Any, model: str, seed: int, device: torch.device) -> Trial: ...
 
     @abstractmethod
     def table(self, outcome: Outcome) -> list[Row]: ...
+
+    def sweep_table(self, config: Any, found: Sequence[tuple[Mapping[str, Any], Record]]) -> list[Row]:
+        """Rows of the paper's for all trials of a sweep, each with the settings of its cell, where it has such."""
+        return []
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         """File stem -> (figure, caption)."""

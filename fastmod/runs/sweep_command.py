@@ -13,10 +13,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from fastmod.runs import draw, parallel
+from fastmod.runs import draw, parallel, tables
 from fastmod.runs.command import (
     ADDRESS_HELP,
     ON_HELP,
+    TOGETHER_HELP,
     TRACK_HELP,
     clear_errors,
     console,
@@ -49,6 +50,7 @@ def sweep(
     out: Annotated[Path | None, typer.Option(help="Folder of the sweep; must not exist or be empty.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the sweep in this folder.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Trials at the same time, sharing the threads.")] = None,
+    together: Annotated[int | None, typer.Option(min=1, help=TOGETHER_HELP)] = None,
     device: Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")] = None,
     track: Annotated[list[str] | None, typer.Option(help=TRACK_HELP)] = None,
     on: Annotated[str | None, typer.Option(help=ON_HELP)] = None,
@@ -61,7 +63,7 @@ def sweep(
                 "torchrun: it trains one trial on several processes, with fastmod study; a sweep has --jobs"
             )
         if resume is not None:
-            others = (grid, model, seeds, steps, setting, out, jobs, device, track)
+            others = (grid, model, seeds, steps, setting, out, jobs, together, device, track)
             if any(option is not None for option in others) or quick:
                 raise StudyError(
                     "--resume goes on as begun; it takes no other option but --best, --by, --measure, --on"
@@ -76,9 +78,8 @@ def sweep(
             if name is None:
                 raise StudyError(f"expected the name of a study: {', '.join(registry.names())}")
             study = registry.get(name)
-            plan = make_plan(
-                name, model, seeds, steps, settings_of(setting or []), quick, jobs or 1, device, track or ()
-            )
+            settings = settings_of(setting or [])
+            plan = make_plan(name, model, seeds, steps, settings, quick, jobs or 1, device, track or (), together or 1)
             axes = grid_of(grid or [], study)
             chosen = Sweep(placed(plan, on, address), axes, best or 0, by or study.criterion)
             default = Path("runs") / f"sweep-{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -87,7 +88,7 @@ def sweep(
 
 
 def _run(folder: SweepFolder, sweep: Sweep, measures: Sequence[str]) -> None:
-    from fastmod.runs import engine, signals, tables
+    from fastmod.runs import engine, signals
     from fastmod.runs import sweep as sweeps
     from fastmod.runs.display import Display
 
@@ -124,8 +125,7 @@ def _shown(lines: Sequence[dict[str, object]], wanted: Sequence[str], sweep: Swe
     for name in wanted:
         if name not in have:
             raise StudyError(f"--measure {name}: there are {', '.join(have)}")
-    usual = [name for name in have if name != "loss" and not name.startswith("gate_")] or have  # gates: for inspection
-    return list(wanted) or sorted(usual, key=lambda name: name != sweep.by)[:_SHOWN]
+    return list(wanted) or sorted(tables.usual(have), key=lambda name: name != sweep.by)[:_SHOWN]
 
 
 def _table(sweep: Sweep, lines: Sequence[dict[str, object]], shown: Sequence[str], *, ascii_only: bool) -> Table:

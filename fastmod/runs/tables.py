@@ -56,6 +56,11 @@ def best_lines(found: Sequence[tuple[Cell, Record]], best: int, by: str) -> list
     return lines
 
 
+def usual(measures: Sequence[str]) -> list[str]:
+    """Those to show unasked: gates are for inspection."""
+    return [name for name in measures if name != "loss" and not name.startswith("gate_")] or list(measures)
+
+
 def lower_is_better(measure: str) -> bool:
     return any(word in measure.lower() for word in ("loss", "error"))
 

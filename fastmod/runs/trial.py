@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,6 +67,12 @@ class Trial(ABC):
         """What the table needs of a finished trial; by default its last metrics."""
         return last
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether trials of other seeds can train in one batched step with this one: ``loss`` reads nothing that is
+        this trial's own but the model, draws no noise, and is made of what :func:`torch.vmap` can map."""
+        return False
+
     def masks(self) -> dict[str, dict[str, Tensor]]:
         """Task -> parameter -> bool, of a trial that learns masks."""
         return {}
@@ -100,14 +107,26 @@ class Trial(ABC):
         mixed = (self.seed * 1_000_003 + position) * 257 + sum(purpose.encode())
         return torch.Generator(self.device).manual_seed(mixed % 2**63)
 
+    def random_state(self) -> dict[str, Tensor | None]:
+        """Where torch's generators stand: that of the CPU, and that of the device."""
+        cuda = self.device.type == "cuda"
+        return {
+            "generator": torch.get_rng_state(),
+            "device_generator": torch.cuda.get_rng_state(self.device) if cuda else None,
+        }
+
+    def set_random_state(self, state: Mapping[str, Any]) -> None:
+        torch.set_rng_state(state["generator"])
+        if state["device_generator"] is not None:
+            torch.cuda.set_rng_state(state["device_generator"], self.device)
+
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,
             "seconds": self.seconds,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "generator": torch.get_rng_state(),
-            "device_generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            **self.random_state(),
             "extra": self.extra,
         }
 
@@ -118,6 +137,4 @@ class Trial(ABC):
         except (RuntimeError, ValueError, KeyError) as error:
             raise StudyError(f"the checkpoint does not fit the model: {str(error).splitlines()[0]}") from None
         self.step, self.seconds, self.extra = state["step"], state["seconds"], state["extra"]
-        torch.set_rng_state(state["generator"])
-        if state["device_generator"] is not None:
-            torch.cuda.set_rng_state(state["device_generator"], self.device)
+        self.set_random_state(state)

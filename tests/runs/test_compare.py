@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from fastmod.runs import compare, results
+from fastmod.runs import compare, report, results
+from fastmod.runs import sweep as sweeps
 from fastmod.runs.config import StudyError, changed
-from fastmod.runs.folder import RunFolder
-from fastmod.runs.study import shown
+from fastmod.runs.folder import Plan, RunFolder
+from fastmod.runs.study import Record, shown
 from fastmod.studies import registry
 from tests.helpers.study_commands import in_process, refused
 from tests.helpers.study_runs import untouched
@@ -103,7 +104,8 @@ def test_a_row_says_all(runs: list[Path]) -> None:
     line = results.lines(kept)[0]
     name, paper = rows_of(runs[1])[0]["name"], rows_of(runs[1])[0]["paper"]
     setting = line.split(" | ")[-2]
-    assert setting.startswith("not the paper's setting: steps 12 (20000), batch 4 (128), lr 0.5 (0.0003)")
+    assert setting.startswith("not the paper's setting: lr 0.5 (0.0003)")
+    assert setting.endswith("; not printed there, but other than by default: steps 12 (20000), batch 4 (128)")
     minutes = f"{rows_of(runs[1])[0]['minutes']:.1f}"
     cells = [f"`doubleadd` {name}", paper, "0.250 ± 0.125", "3 (8 trials)", "12", minutes, setting, "0123456789ab +"]
     assert line == f"| {' | '.join(cells)} |"
@@ -145,13 +147,70 @@ def test_sweep(tmp_path: Path) -> None:
         assert (row["mean"], row["trials"]) == (float(line["mean"]), int(line["trials"])) and row["steps"] == 8
         where = f"fnn_width={line['fnn_width']}" if line["kind"] == "cell" else line["kind"]
         assert row["name"] == f"FNN, {line['measure']}, {where}"
-    assert rows[0]["setting"].startswith("not the paper's setting: steps 8 (20000), batch 4 (128)")
+    assert rows[0]["setting"].startswith("not the paper's setting: fnn_width 2 (200)")
     assert rows[-1]["setting"] == "over the grid fnn_width=2,3"
     assert rows[-1]["minutes"] == pytest.approx(rows[0]["minutes"] + rows[3]["minutes"]), "of all that were searched"
     page = tmp_path / "found.md"
     page.write_text('<!-- results study=algo,doubleadd rows="ood.*best" -->\n<!-- end of results -->\n')
     assert in_process("results", tmp_path / "sweep", "--write", page).code == 0
     assert page.read_text().count("`doubleadd`") == 1 and "best 3 by accuracy" in page.read_text()
+
+
+GRID = "<!-- results study=doubleadd cells=ood_accuracy across=width at=1.0 -->\n<!-- end of results -->\n"
+
+
+def trained(folder: Path, ood: dict[tuple[int, int], list[float]]) -> Path:
+    """A finished sweep over (width, depth), with trials that were never trained."""
+    study = registry.get("doubleadd")
+    settings = {"layers": [1], "alternate_split": [False], "width": [8, 9], "depth": [1, 2]}
+    plan = Plan("doubleadd", ["SMFR_softmax"], [0, 1], vars(changed(study.defaults, {"steps": 100})))
+    sweep = sweeps.Sweep(plan, settings)
+    for cell in sweeps.SweepFolder.create(folder, sweep) and sweep.cells(folder / "cells"):
+        cell.folder.lay_out(cell.plan)
+        values = ood[cell.values["width"], cell.values["depth"]]
+        trials = [
+            Record("SMFR_softmax", i, 100, 60.0, 5, {"ood_accuracy": v, "gate_0": 0.5}) for i, v in enumerate(values)
+        ]
+        report.write_result(cell.folder, cell.plan, trials)
+    return folder
+
+
+def test_cells_as_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "FEW_CELLS", 3)
+    folder = trained(tmp_path / "sweep", {(8, 1): [1, 0.5], (8, 2): [0, 0], (9, 1): [1, 1], (9, 2): [0.25, 0.5]})
+    rows = results.record(folder)["rows"]
+    assert [(row["name"], row["paper"], row["mean"], row["trials"]) for row in rows] == [
+        ("SMFR, 4 of the grid's 240 cells, OOD accuracy", "0.205", 4.25 / 8, 8),
+        ("SMFR, 4 of the grid's 240 cells, share at 1.0", "0.104 (25 of 240)", 3 / 8, 8),
+        ("SMFR_softmax, depth 1, width >= 8, share at 1.0", "0.75 (9 of 12)", 3 / 4, 4),
+        ("plain split, softmax, depth 1, width 9, 1 layers", "1.0", 1.0, 2),
+        ("plain split, softmax, depth 1, width 8, 1 layers", "1.0", 0.75, 2),
+    ], "no row a cell: they are too many"
+    setting = "the paper's setting; not printed there, but other than by default: steps 100 (20000)"
+    assert rows[0]["setting"].startswith(f"{setting}; over the grid layers=1 alternate_split=False width=8,9 depth=1,2")
+    page = tmp_path / "found.md"
+    page.write_text(GRID)
+    done = in_process("results", folder, "--write", page)
+    assert done.code == 0 and "no table" not in done.out, done.text
+    assert page.read_text().splitlines()[1:-1] == [
+        "`doubleadd` SMFR_softmax, ood_accuracy: mean over the trials of a cell, in brackets the trials at 1.0. "
+        f"Seeds 0-1, commit unknown, 100 steps, 8 minutes in all; {setting}.",
+        "",
+        "| layers | alternate_split | depth | width 8 | width 9 |",
+        "| --- | --- | --- | --- | --- |",
+        "| 1 | False | 1 | 0.750 (1) | 1.000 (2) |",
+        "| 1 | False | 2 | 0.000 (0) | 0.375 (0) |",
+    ]
+    again = shutil.copytree(folder, tmp_path / "sweep2")
+    assert in_process("results", again, "--write", page).code == 0
+    assert page.read_text().count("width 9 |\n") == page.read_text().count("\n\n") - 1 == 2, (
+        "each below a line of its own"
+    )
+    shown_only = in_process("results", folder)
+    assert shown_only.code == 0 and "sweep: 4 cells, as a grid: <!-- results study=doubleadd" in shown_only.out
+    for wrong, word in (("ood_accuracy", "x"), ("width", "y")):
+        page.write_text(GRID.replace(wrong, word))
+        refused(in_process("results", folder, "--write", page), f"={word}", wrong)
 
 
 def test_choice_of_runs_and_records_without_a_place(runs: list[Path], tmp_path: Path) -> None:
@@ -168,7 +227,10 @@ def test_choice_of_runs_and_records_without_a_place(runs: list[Path], tmp_path: 
      ("<!-- results algo -->\n<!-- end of results -->", "study=NAME"),
      ("<!-- results study=algo -->\n<!-- results study=algo -->\n<!-- end of results -->", "end of results"),
      ("<!-- results study=algo row=x -->\n<!-- end of results -->", "study=NAME"),
-     ('<!-- results study=algo rows="(" -->\n<!-- end of results -->', "rows:")],
+     ('<!-- results study=algo rows="(" -->\n<!-- end of results -->', "rows:"),
+     ("<!-- results study=algo cells=accuracy -->\n<!-- end of results -->", "across=SETTING"),
+     ("<!-- results study=algo cells=accuracy across=width rows=x -->\n<!-- end of results -->", "across=SETTING"),
+     ("<!-- results study=algo cells=accuracy across=width at=x -->\n<!-- end of results -->", "at:")],
 )  # fmt: skip
 def test_marks_that_are_wrong(runs: list[Path], tmp_path: Path, text: str, match: str) -> None:
     page = tmp_path / "found.md"

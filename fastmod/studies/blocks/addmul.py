@@ -23,7 +23,7 @@ from fastmod.runs.config import StudyError, changed
 from fastmod.runs.study import Outcome, Row, Study
 from fastmod.runs.trial import Trial
 from fastmod.studies.blocks import grids, models
-from fastmod.studies.blocks.models import PAPER
+from fastmod.studies.blocks.models import PAPER, UNPRINTED
 from fastmod.tasks import arithmetic
 from fastmod.tasks.arithmetic import BLOCK
 
@@ -171,6 +171,7 @@ class AddMul(Study):
     default_models = models
     default_seeds = "0-11"
     defaults = AddMulConfig()
+    unprinted = UNPRINTED
     presets: ClassVar = {
         model: {**PAPER, "thresholds": (0.7, 0.8, 0.9, 0.95, 1.0), "interference": 2000} for model in models
     }

@@ -18,7 +18,7 @@ from fastmod.runs.config import StudyError, changed
 from fastmod.runs.study import Outcome, Record, Row, Study
 from fastmod.runs.trial import Trial
 from fastmod.studies.blocks import grids, models
-from fastmod.studies.blocks.models import PAPER
+from fastmod.studies.blocks.models import PAPER, UNPRINTED
 from fastmod.tasks import arithmetic
 from fastmod.tasks.rule import BLOCK, VARIABLES, roles, sequences
 
@@ -82,6 +82,10 @@ class AlgoTrial(Trial):
         target = arithmetic.one_hot(states[-1]).view(chunk, batch, VARIABLES, BLOCK)
         return start, named, target
 
+    @property
+    def side_by_side(self) -> bool:
+        return models.mappable(self.model) and self.noise is None
+
     def loss(self, state: Tensor, tasks: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         penalty: Tensor | float = 0.0
         for task in tasks:
@@ -129,6 +133,7 @@ class Algo(Study):
     models = ("SMFR", "FNN", "Transformer", "SMFR_gumbel", "SMFR_plain")
     default_models = ("SMFR", "FNN", "Transformer")
     defaults = AlgoConfig()
+    unprinted = UNPRINTED
     presets: ClassVar = {model: {**PAPER, "applications": 2, "grid": True} for model in models}
     quick: ClassVar = {"steps": 500, "evaluate_every": 250}
     grids: ClassVar = grids.named(grids.ALGO)

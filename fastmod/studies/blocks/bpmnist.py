@@ -111,6 +111,10 @@ class BPMNISTTrial(Trial):
         task = torch.where(labels == removed[task], task - 4, task)
         return places_of(image, task), labels, task
 
+    @property
+    def side_by_side(self) -> bool:
+        return models.mappable(self.model)
+
     def loss(self, places: Tensor, labels: Tensor, task: Tensor) -> Tensor:  # type: ignore[override]
         blocks = F.embedding(places, self.train_blocks)
         scores = self.model(blocks)[:, 0, :CLASSES]
@@ -194,6 +198,7 @@ class BPMNIST(Study):
     default_seeds = "0"
     criterion = "accuracy"  # of the validation permutations
     defaults = BPMNISTConfig()
+    unprinted = ("batch",)
     presets: ClassVar = {
         model: {**PAPER, "steps": 25_000, "hidden": 400, "layers": 4, "bias_steps": 300} for model in models
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -47,6 +48,11 @@ def architecture(grids: Mapping[str, Grid], model: str, seed: int) -> dict[str, 
     combinations = list(product(*grid.values()))
     random.Random(0).shuffle(combinations)
     return dict(zip(grid, combinations[seed % len(combinations)], strict=True))
+
+
+def as_drawn(found: Sequence[tuple[Mapping[str, Any], Record]]) -> list[Record]:
+    """Trials of a sweep as if their seeds had drawn the architectures of their cells."""
+    return [replace(record, result={**record.result, "architecture": dict(values)}) for values, record in found]
 
 
 def size(record: Record) -> str:

@@ -21,6 +21,9 @@ PAPER: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+UNPRINTED = ("steps", "batch")
+
+
 @dataclass(frozen=True)
 class ModelConfig(Config):
     width: int = 8  # SMFR: blocks between layers, layers of the stack, units and layers of the FNNs inside
@@ -85,6 +88,12 @@ def build(config: ModelConfig, name: str, in_blocks: int, out_blocks: int, block
         mode = "gumbel" if variant == "gumbel" else "softmax"
         return SMFR(*sizes, config.width, config.depth, **inside, mode=mode, context=variant != "no_context")
     raise StudyError(f"unknown model {name!r}")
+
+
+def mappable(model: nn.Module) -> bool:
+    """Whether trials of it can train side by side: no Gumbel noise, which would not be that of each trial alone, and no
+    attention, which torch.vmap takes copy by copy on a CPU."""
+    return isinstance(model, FNN | PlainSMFR) or (isinstance(model, SMFR) and model.mode == "softmax")
 
 
 class RangePenalty:
