@@ -18,6 +18,8 @@ run: $(VENV)/.built
 # `make test DEVICE=cuda`: the tests of the ops on a GPU as well, cuBLAS being told to be deterministic.
 test: export FASTMOD_TEST_DEVICE = $(DEVICE)
 test: export CUBLAS_WORKSPACE_CONFIG = :4096:8
+# Two workers of pytest on two cores: threads that wait for others must not keep a core busy.
+test test-fast: export OMP_WAIT_POLICY = PASSIVE
 test: $(VENV)/.built check
 	$(BIN)/python -m pytest -n 2 tests
 

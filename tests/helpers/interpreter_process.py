@@ -9,12 +9,13 @@ runs in the session that people start, the second half is a plugin of the other 
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 from multiprocessing.connection import Connection, Pipe
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -90,9 +91,30 @@ def run(item: pytest.Item) -> None:
 # ------------------------------------------------------------------------------------------------ the other session
 
 
+def _make_triton_quicker() -> None:
+    """Every call of a device function patches the language that it sees, which takes a fifth of all time. Once is enough:
+    what its kernel's launch has not patched already stays so."""
+    from triton.runtime import interpreter
+
+    seen = set()
+
+    def device_call(self: interpreter.InterpretedFunction, *arguments: Any, **options: Any) -> Any:
+        if self.fn not in seen:
+            seen.add(self.fn)
+            interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*arguments, **options)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = device_call
+
+
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if PIPE not in os.environ:
         return None
+    if importlib.util.find_spec("triton") is not None:
+        _make_triton_quicker()
     pipe = Connection(int(os.environ[PIPE]))
     reports = _Reports()
     session.config.pluginmanager.register(reports)

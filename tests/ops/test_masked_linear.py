@@ -58,10 +58,12 @@ BACKEND_SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "biases"), BACKEND_SHAPES)
-def test_shapes_on_every_backend(rows: int, inputs: int, outputs: int, biases: int) -> None:
-    assert_agrees(layer(3, seed=2**33 + 1), lambda: draw(3, rows, inputs, outputs)[: 3 + biases], draws=2)
+def test_shapes_on_every_backend(
+    backend: backends.Backend, rows: int, inputs: int, outputs: int, biases: int
+) -> None:
+    draws = 1 if backend is backends.TRITON and inputs * outputs > 500 else 2
+    assert_agrees(layer(3, seed=2**33 + 1), lambda: draw(3, rows, inputs, outputs)[: 3 + biases], draws=draws)
 
 
 @pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)

@@ -51,13 +51,26 @@ def test_opcheck() -> None:
         opchecked("masked_linear_backward", grad, *permuted, key, 3, 0.5, needs)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shared", ["nothing", "x", "seed", "weight", "logits"])
-def test_layers_side_by_side_are_each_as_alone(dtype: torch.dtype, shared: str) -> None:
+def test_layers_side_by_side_are_each_as_alone(backend: backends.Backend, dtype: torch.dtype, shared: str) -> None:
+    side_by_side(dtype, shared, 3, (2, 5, 36, 33))
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "shared"), [(torch.float32, "x"), (torch.bfloat16, "nothing")], ids=str)
+def test_layers_side_by_side_in_triton(dtype: torch.dtype, shared: str) -> None:
+    """One call each, whatever they share."""
+    with backends.chosen(backends.TRITON):
+        side_by_side(dtype, shared, 2, (2, 3, 5, 4))
+
+
+def side_by_side(dtype: torch.dtype, shared: str, count: int, sizes: tuple[int, int, int, int]) -> None:
     """vmap over stacked parameters: values, masks and gradients bit for bit."""
-    copies = [draw(2, 5, 36, 33, dtype) for _ in range(3)]
-    seeds = torch.tensor([5, -3, 2**62])
+    copies = [draw(*sizes, dtype) for _ in range(count)]
+    seeds = torch.tensor([5, -3, 2**62])[:count]
     x, weight, logits, bias, bias_logits = (torch.stack(each) for each in zip(*copies, strict=True))
     given = {"x": x, "weight": weight, "logits": logits, "bias": bias, "bias_logits": bias_logits, "seed": seeds}
     dims = {name: None if name == shared else 0 for name in given}
@@ -71,7 +84,7 @@ def test_layers_side_by_side_are_each_as_alone(dtype: torch.dtype, shared: str) 
 
     order, in_dims = list(given.values()), tuple(dims.values())
     found = torch.vmap(function, in_dims)(*order), *torch.vmap(gradients, in_dims)(*order)
-    for i in range(3):
+    for i in range(count):
         own = [value if dim is None else value[i] for value, dim in zip(order, in_dims, strict=True)]
         alone = function(*own), *gradients(*own)
         for got, expected in zip(found, alone, strict=True):
