@@ -78,6 +78,8 @@ def chosen(backend: Backend) -> Iterator[None]:
     global _current
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_tf32())
+        if backend.choice == "triton":
+            fastmod._extension.triton_ops()  # registers the kernels, which else the first call of an op does
         if backend.name.startswith("native-"):
             module = fastmod._extension.MODULE
             assert module is not None, fastmod._extension.STATUS
@@ -99,8 +101,6 @@ def chosen(backend: Backend) -> Iterator[None]:
 def kernel(name: str) -> Callable[..., Any]:
     """The kernel of the test's backend under a schema of ``fastmod/ops``, without the checks of the public function."""
     assert _current is not None
-    if _current.choice == "triton":
-        fastmod._extension.triton_ops()  # registers them, which else the first call of an op does
     return getattr(getattr(torch.ops.fastmod, name), "triton" if _current.choice == "triton" else "default")
 
 
