@@ -92,8 +92,8 @@ def run(item: pytest.Item) -> None:
 
 
 def _make_triton_quicker() -> None:
-    """Every call of a device function patches the language that it sees, which takes a fifth of all time. Once is enough:
-    what its kernel's launch has not patched already stays so."""
+    """Every call of a device function patches the language that it sees, which takes a fifth of all time. Once is
+    enough: what its kernel's launch has not patched already stays so."""
     from triton.runtime import interpreter
 
     seen = set()

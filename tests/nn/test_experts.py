@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,22 +20,8 @@ import fastmod
 from fastmod.models import resnet
 from fastmod.models.plain_resmixnet import PlainGater
 from fastmod.nn import ExpertMixture, ExpertStack, Gater
-from tests.nn.conv_backends import BACKENDS
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with fastmod.use_backend(request.param):
-        yield request.param
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Images of a few pixels: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.nn.conv_backends import backend as backend
+from tests.nn.conv_backends import one_thread as one_thread
 
 
 class NamedAsInTorchvision(nn.Module):

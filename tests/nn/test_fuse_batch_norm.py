@@ -6,33 +6,18 @@ import copy
 import io
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fastmod
 from fastmod.models import PlainResMixNet
 from fastmod.models.resnet import ResNet
 from fastmod.nn import ExpertStack, fuse_batch_norm_, unfuse_batch_norm_
-from tests.nn.conv_backends import BACKENDS
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with fastmod.use_backend(request.param):
-        yield request.param
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Images of a few pixels: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.nn.conv_backends import backend as backend
+from tests.nn.conv_backends import one_thread as one_thread
 
 
 class Block(nn.Module):

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fastmod
 from fastmod import models
 from fastmod.models import FusedResNet, PlainResMixNet, PlainResNet, PlainVGG, ResMixNet, load_plain
-from tests.nn.conv_backends import BACKENDS
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with fastmod.use_backend(request.param):
-        yield request.param
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Images of a few pixels: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+from tests.nn.conv_backends import backend as backend
+from tests.nn.conv_backends import one_thread as one_thread
 
 #: Tables 1 to 3 print them in thousands and millions.
 COUNTS: list[tuple[Callable[[], nn.Module], int]] = [
