@@ -106,7 +106,7 @@ struct alignas(2 * sizeof(W)) Pair {
   W v[2];
 };
 
-// Results of one linear layer: of rows lane / 4 and lane / 4 + 8, two neighbouring columns each.
+// Results of one linear layer, as linear_layer gives them.
 template <typename T, typename W>
 struct Epilogue {
   const bool last, full;  // of an FNN; all rows of the block are there, and columns are pairs
@@ -119,31 +119,46 @@ struct Epilogue {
   const float threshold;
   float& excesses;
 
-  __device__ void operator()(int column, float (&value)[2][2], float* at) const {
-    if (!full) return carefully(column, value, at);
-    if (column >= width) {
-      if (!last) put_at(at, value);
-      return;
-    }
-    const auto both = *reinterpret_cast<const Pair<W>*>(bias + column);
-    add(value, read_as<T>(both.v[0]), read_as<T>(both.v[1]));
-    if (!last) {
-      activate(value, at);
-    } else {
-      auto* own = reinterpret_cast<Two32*>(outputs + column);
-      own[0] = {{value[0][0], value[0][1]}};
-      own[4 * width] = {{value[1][0], value[1][1]}};
-      if (column >= before) {
-        show(column - before, value);
-      } else if (column + 1 == before) {
-        show_one(0, value[0][1], 0);
-        show_one(0, value[1][1], 1);
-      }
-    }
+  static constexpr int kApart = pairs_apart<false>;
+
+  __device__ void operator()(int first, float (&found)[2][2][2], float* at) const {
+    const auto* offset = reinterpret_cast<const Pair<W>*>(bias + first);
+    auto *output = reinterpret_cast<Two32*>(outputs + first), *output_below = output + 4 * width;
+    Two32 *to = nullptr, *below = nullptr;
     if (saved) {
-      auto* own = reinterpret_cast<Two32*>(saved + column);
-      own[0] = {{value[0][0], value[0][1]}};
-      own[4 * width] = {{value[1][0], value[1][1]}};
+      to = reinterpret_cast<Two32*>(saved + first);
+      below = to + 4 * width;
+    }
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int column = first + kApart * pair;
+      float(&value)[2][2] = found[pair];
+      if (!full) {
+        carefully(column, value, at + kApart * pair);
+        continue;
+      }
+      if (column >= width) {
+        if (!last) put_at(at + kApart * pair, value);
+        continue;
+      }
+      const auto both = offset[kApart / 2 * pair];
+      add(value, read_as<T>(both.v[0]), read_as<T>(both.v[1]));
+      if (!last) {
+        activate(value, at + kApart * pair);
+      } else {
+        output[kApart / 2 * pair] = {{value[0][0], value[0][1]}};
+        output_below[kApart / 2 * pair] = {{value[1][0], value[1][1]}};
+        if (column >= before) {
+          show(column - before, value);
+        } else if (column + 1 == before) {
+          show_one(0, value[0][1], 0);
+          show_one(0, value[1][1], 1);
+        }
+      }
+      if (saved) {
+        to[kApart / 2 * pair] = {{value[0][0], value[0][1]}};
+        below[kApart / 2 * pair] = {{value[1][0], value[1][1]}};
+      }
     }
   }
 
@@ -307,9 +322,10 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   const int first_inside = kept(static_cast<int>(tile_row < s.batch));
   const int second_inside = kept(static_cast<int>(tile_row + 8 < s.batch));
   float excesses = 0;
-  const LinearPlan<T, W>* plan = plans;
 #pragma unroll 1
-  for (int i = 0; i < linears; ++i, ++plan) {
+  for (int i = 0; i < linears; ++i) {
+    const auto* plan = reinterpret_cast<const LinearPlan<T, W>*>(
+        shared + kept(memory.plans + i * static_cast<int>(sizeof(LinearPlan<T, W>))));
     __syncthreads();  // what this layer reads has been written, what it writes has been read
     const int width = plan->width, end = plan->end;
     if (stream.first_column < width) {

@@ -62,25 +62,30 @@ struct alignas(8) Two32 {
 // Of kRows rows, 8 apart: two neighbours each, the first of them even, from `place` on.
 template <int kRows>
 __device__ inline void put_at(float* place, const float (&value)[kRows][2]) {
-  auto* at = reinterpret_cast<Two32*>(place);
-  Two32 high[kRows], low[kRows];
+  uint2 high[kRows];  // words, as they need no conversion then
+  Two32 low[kRows];
   float all = 0;
 #pragma unroll
   for (int i = 0; i < 2 * kRows; ++i) {
-    high[i / 2].v[i % 2] = __uint_as_float(tf32_bits(value[i / 2][i % 2]));
-    low[i / 2].v[i % 2] = value[i / 2][i % 2] - high[i / 2].v[i % 2];
+    uint32_t& word = i % 2 ? high[i / 2].y : high[i / 2].x;
+    word = tf32_bits(value[i / 2][i % 2]);
+    low[i / 2].v[i % 2] = rest_of(value[i / 2][i % 2], word);
     all = i ? all + low[i / 2].v[i % 2] : low[0].v[0];
   }
   if (!finite(all)) {
 #pragma unroll
     for (int i = 0; i < 2 * kRows; ++i) {  // the other row's bits are as they would be without this one
-      if (!finite(low[i / 2].v[i % 2])) split_special(value[i / 2][i % 2], &high[i / 2].v[i % 2], &low[i / 2].v[i % 2]);
+      float& rest = low[i / 2].v[i % 2];
+      if (finite(rest)) continue;
+      float special;
+      split_special(value[i / 2][i % 2], &special, &rest);
+      (i % 2 ? high[i / 2].y : high[i / 2].x) = __float_as_uint(special);
     }
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    at[i * 4 * kDepthStep] = high[i];
-    at[i * 4 * kDepthStep + kLow / 2] = low[i];
+    reinterpret_cast<uint2*>(place)[i * 4 * kDepthStep] = high[i];
+    reinterpret_cast<Two32*>(place)[i * 4 * kDepthStep + kLow / 2] = low[i];
   }
 }
 __device__ inline void put(float* activations, int row, int feature, float first, float second) {
@@ -266,22 +271,21 @@ constexpr int kSlotBytes = kStages * 2 * kStackThreads * static_cast<int>(sizeof
 template <int kOffset, typename W>
 __device__ inline Weights4<W> read_unit(SharedAddress address) {
 #if defined(__CUDA_ARCH__)
-  union {
-    uint32_t words[sizeof(W)];
-    Weights4<W> unit;
-  } found;
+  Weights4<W> found;
   if constexpr (sizeof(W) == 4) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
-                 : "=r"(found.words[0]), "=r"(found.words[1]), "=r"(found.words[2]), "=r"(found.words[3])
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
+                 : "=f"(found.v[0]), "=f"(found.v[1]), "=f"(found.v[2]), "=f"(found.v[3])
                  : "r"(address), "n"(kOffset)
                  : "memory");
   } else {
+    uint2 words;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2 + %3];"
-                 : "=r"(found.words[0]), "=r"(found.words[1])
+                 : "=r"(words.x), "=r"(words.y)
                  : "r"(address), "n"(kOffset)
                  : "memory");
+    memcpy(&found, &words, sizeof(found));
   }
-  return found.unit;
+  return found;
 #else
   return *reinterpret_cast<const Weights4<W>*>(address + kOffset);
 #endif
@@ -310,6 +314,7 @@ struct WeightStream {
   unsigned char* slots;         // this thread's, [stage][half], kHalf apart
   SharedAddress address, slot;  // the same; that whose unit comes next
   int lane, first_column;  // of this thread, of its warp
+  int g, t4;               // lane / 4, 4 * (lane % 4)
   int linear, end, column, columns, in;
   int part, chunks;  // of the sums; chunks of it that are left, forward after the `plain` ones
   int left[2];       // forward: inputs left from this lane's first on, of each tile; backward: rows of the weight, columns
@@ -320,7 +325,8 @@ struct WeightStream {
   __device__ WeightStream(const LinearPlan<T, W>* plans_, void* memory, int first, int end_)
       : plans(plans_), slots(static_cast<unsigned char*>(memory) + threadIdx.x * sizeof(Weights4<W>)),
         address(shared_address(slots)), slot(address), lane(kept(static_cast<int>(threadIdx.x) % kWarp)),
-        first_column(kept(static_cast<int>(threadIdx.x) / kWarp * kPairColumns)), linear(first), end(end_),
+        first_column(kept(static_cast<int>(threadIdx.x) / kWarp * kPairColumns)), g(kept(lane / 4)),
+        t4(kept(4 * (lane % 4))), linear(first), end(end_),
         from(plans[0].part[0].weight), second(from) {
     enter();
 #pragma unroll 1
@@ -339,7 +345,6 @@ struct WeightStream {
     together = 1;  // any address will do
   }
   __device__ void begin(int part_) {
-    const int g = lane / 4, t = lane % 4;
     const PartPlan<W> own = read_plan(plans[linear].part + part_);
     part = part_;
     in = own.in;
@@ -347,14 +352,14 @@ struct WeightStream {
     chunks = own.careful;
     together = own.together;
     if constexpr (kBackward) {
-      left[0] = own.depth - 4 * t;
+      left[0] = own.depth - t4;
       left[1] = columns - column - 2 * g;
-      from = own.weight + static_cast<int64_t>(4 * t) * in + column + 2 * g;
+      from = own.weight + static_cast<int64_t>(t4) * in + column + 2 * g;
     } else {
       plain = own.plain;
-      left[0] = column + g < columns ? own.depth - 4 * t : 0;
-      left[1] = column + 8 + g < columns ? own.depth - 4 * t : 0;
-      from = own.weight + static_cast<int64_t>(column + g) * in + 4 * t;
+      left[0] = column + g < columns ? own.depth - t4 : 0;
+      left[1] = column + 8 + g < columns ? own.depth - t4 : 0;
+      from = own.weight + static_cast<int64_t>(column + g) * in + t4;
       second = from + static_cast<int64_t>(8) * in;
       size[0] = left[0] > 0 ? kUnit : 0;
       size[1] = left[1] > 0 ? kUnit : 0;
@@ -561,15 +566,18 @@ __device__ inline float plain_sum(const LinearPlan<T, W>& plan, const float* act
   return sum;
 }
 
-// One linear layer: emit(column, value, at) for every pair of neighbouring columns, of rows g and g + 8: those of the last
-// 16 columns that lie beyond the layer are zeros. at: where they lie among activations that begin at `to`.
+// One linear layer: emit(column, value, at) for value[2][2][2], two pairs of neighbouring columns, from `column` and from
+// `column` + pairs_apart on, of rows g and g + 8: those of the last 16 columns that lie beyond the layer are zeros. at: where
+// they lie among activations that begin at `to`.
+template <bool kBackward>
+constexpr int pairs_apart = kBackward ? 2 : 8;
 template <typename T, typename W, bool kBackward, typename Emit>
 __device__ inline void linear_layer(WeightStream<T, W, kBackward>& stream, int linear, bool precise,
                                     const float* activations, float* to, Emit emit) {
   const LinearPlan<T, W>& plan = stream.plans[linear];
   const int columns = plan.part[0].columns, lane = stream.lane, chunks = plan.chunks, products = plan.products;
   constexpr int kEach = kBackward ? 4 : 2;  // from one lane's columns to the next one's
-  const int own = lane % 4 * kEach, place = lane / 4 * kDepthStep + own;
+  const int own = stream.t4 * kEach / 4, place = stream.g * kDepthStep + own;
   const float cut_off = products <= kExactDepth ? 0.0f : 2.0f * kCutOff;
   for (int column0 = stream.first_column; column0 < columns; column0 += kStackWarps * kPairColumns) {
     float result[2][4];
@@ -591,7 +599,7 @@ __device__ inline void linear_layer(WeightStream<T, W, kBackward>& stream, int l
     for (int j = 1; j < 8; ++j) sum += result[j / 4][j % 4];
     const int first = column0 + own;
     float* const at = to + column0 * (kChunkFloats / kDepthStep) + place;
-    constexpr int kApart = kBackward ? 2 : 8;
+    constexpr int kApart = pairs_apart<kBackward>;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int pair = j / 4, half = j / 2 % 2, i = j % 2;
@@ -606,8 +614,7 @@ __device__ inline void linear_layer(WeightStream<T, W, kBackward>& stream, int l
         other = plain_sum<kBackward>(plan, activations, row, column);
       }
     }
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) emit(first + kApart * pair, value[pair], at + kApart * pair);
+    emit(first, value, at);
   }
 }
 

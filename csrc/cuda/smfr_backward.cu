@@ -154,9 +154,11 @@ __global__ void __launch_bounds__(kStackThreads, 1)
       float* const to = hidden(place - 1 + 2);
       const int below = s.linear[index].in;
       const float* activations = place ? saved - s.batch * below : nullptr;  // before the linear layer
-      linear_layer(stream, index, s.precise, from, to, [&](int column, float(&value)[2][2], float* at_column) {
+      linear_layer(stream, index, s.precise, from, to, [&](int first, float(&found)[2][2][2], float* at_first) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int i = 0; i < 4; ++i) {
+          const int half = i % 2, column = first + i / 2 * pairs_apart<true>;
+          float(&value)[2][2] = found[i / 2];
           const int row = static_cast<int>(threadIdx.x) % kWarp / 4 + 8 * half;
           const int64_t at = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
 #pragma unroll
@@ -176,7 +178,8 @@ __global__ void __launch_bounds__(kStackThreads, 1)
             }
           }
         }
-        if (place) put_at(at_column, value);
+        if (place) put_at(at_first, found[0]);
+        if (place) put_at(at_first + pairs_apart<true>, found[1]);
       });
       if (update && place == 0) saved -= s.batch * values;
     }
