@@ -19,6 +19,20 @@ inline void check_like(const at::Tensor& first, const at::Tensor& other, const c
                    other.scalar_type());
 }
 
+// The dtype that a kernel rounds to as it reads, under autocast: x and parameters, all alike, are then of it or of fp32.
+using LowType = std::optional<at::ScalarType>;
+
+inline void check_parameter(const at::Tensor& x, const at::Tensor& param, const at::Tensor& first, const LowType& low,
+                            const char* name) {
+  if (!low) return check_like(x, param, name);
+  check_like(first, param, name);
+  TORCH_CHECK(param.device() == x.device(), name, ": expected device ", x.device(), ", got ", param.device());
+  for (const at::Tensor* tensor : {&x, &param}) {
+    TORCH_CHECK_TYPE(tensor->scalar_type() == at::kFloat || tensor->scalar_type() == *low, name, ": expected ",
+                     at::kFloat, " or ", *low, ", got ", tensor->scalar_type());
+  }
+}
+
 inline void check_float(const at::Tensor& tensor, const char* name) {
   const auto type = tensor.scalar_type();
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf, name,
@@ -85,14 +99,14 @@ inline int64_t copies_of(at::TensorList params) {
 }
 
 inline int64_t check_fnn(const at::Tensor& x, at::TensorList params, int64_t features, int64_t copies,
-                         const char* name) {
+                         const LowType& low, const char* name) {
   TORCH_CHECK_VALUE(!params.empty() && params.size() % 2 == 0, name, ": expected [weight, bias, ...], got ",
                     params.size(), " tensors");
   const int64_t front = copies ? 1 : 0;
   for (size_t i = 0; i < params.size(); i += 2) {
     const at::Tensor &weight = params[i], &bias = params[i + 1];
-    check_like(x, weight, name);
-    check_like(x, bias, name);
+    check_parameter(x, weight, params[0], low, name);
+    check_parameter(x, bias, params[0], low, name);
     TORCH_CHECK_VALUE(weight.dim() == 2 + front && weight.size(-1) == features && weight.size(-2) > 0 &&
                           bias.dim() == 1 + front && bias.size(-1) == weight.size(-2) &&
                           (!copies || (weight.size(0) == copies && bias.size(0) == copies)),
@@ -104,19 +118,21 @@ inline int64_t check_fnn(const at::Tensor& x, at::TensorList params, int64_t fea
   return features;
 }
 
-inline MfnnrSizes check_mfnnr(const at::Tensor& x, at::TensorList route, at::TensorList update, bool context) {
+inline MfnnrSizes check_mfnnr(const at::Tensor& x, at::TensorList route, at::TensorList update, bool context,
+                              const LowType& low) {
   check_float(x, "x");
+  TORCH_CHECK_TYPE(!low || *low == at::kBFloat16 || *low == at::kHalf, "low: expected bfloat16 or float16");
   const int64_t copies = copies_of(route);
   TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-2) > 0 && x.size(-1) > 0, "x: expected [..., M, D], got ", x.sizes());
   TORCH_CHECK_VALUE(!copies || (x.dim() >= 3 && x.size(0) == copies), "x: expected [", copies, ", ..., M, D], got ",
                     x.sizes());
   MfnnrSizes s{leading_size(x, 2), x.size(-2), 0, x.size(-1), 0, context, copies};
   s.batch /= s.nets();
-  const int64_t logits = check_fnn(x, route, s.route_in(), copies, "route");
+  const int64_t logits = check_fnn(x, route, s.route_in(), copies, low, "route");
   s.out_blocks = logits / s.in_blocks;
   TORCH_CHECK_VALUE(s.out_blocks > 0 && logits == s.in_blocks * s.out_blocks, "route: expected a multiple of ",
                     s.in_blocks, " outputs, got ", logits);
-  const int64_t outputs = check_fnn(x, update, s.update_in(), copies, "update");
+  const int64_t outputs = check_fnn(x, update, s.update_in(), copies, low, "update");
   TORCH_CHECK_VALUE(outputs == s.routed() + s.out_blocks, "update: expected ", s.routed() + s.out_blocks,
                     " outputs, got ", outputs);
   s.rows = s.routed();

@@ -31,23 +31,26 @@ std::vector<at::Tensor> range_penalty_backward(const at::Tensor& grad, at::Tenso
 // out, penalty, routing logits, gate logits, activations for the backward (empty unless `save`)
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> mfnnr_forward(
     const at::Tensor& x, at::TensorList route, at::TensorList update, const OptionalTensor& tau, double tau_value,
-    const OptionalTensor& seed, int64_t mode, bool context, double threshold, bool save);
+    const OptionalTensor& seed, int64_t mode, bool context, double threshold, bool save,
+    std::optional<at::ScalarType> low);
 // gradients of x and tau, then, if need_params, of every tensor of route and update
 std::vector<at::Tensor> mfnnr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty,
                                        const at::Tensor& x, at::TensorList route, at::TensorList update,
                                        const OptionalTensor& tau, double tau_value, const OptionalTensor& seed,
                                        int64_t mode, bool context, double threshold, const at::Tensor& saved,
-                                       bool need_x, bool need_params);
+                                       bool need_x, bool need_params, std::optional<at::ScalarType> low);
 
 // A stack of MFNNRs, params as in check_smfr. saved: activations of layer 0, its output, activations of layer 1, ...
 std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>>
 smfr_forward(const at::Tensor& x, at::TensorList params, int64_t fnn_tensors, at::TensorList taus,
-             at::TensorList seeds, int64_t mode, bool context, double threshold, bool save);
+             at::TensorList seeds, int64_t mode, bool context, double threshold, bool save,
+             std::optional<at::ScalarType> low);
 // gradients of x, of every tau, then, if need_params, of every parameter
 std::vector<at::Tensor> smfr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty,
                                       const at::Tensor& x, at::TensorList params, int64_t fnn_tensors,
                                       at::TensorList taus, at::TensorList seeds, int64_t mode, bool context,
-                                      double threshold, at::TensorList saved, bool need_x, bool need_params);
+                                      double threshold, at::TensorList saved, bool need_x, bool need_params,
+                                      std::optional<at::ScalarType> low);
 
 // Masks [samples, *logits] of 0 and 1, times weight if there is one: samples first .. first + samples - 1 of the noise.
 at::Tensor sample_mask_forward(const at::Tensor& logits, const OptionalTensor& weight, int64_t first, int64_t samples,

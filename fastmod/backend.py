@@ -174,14 +174,27 @@ def lowered(first: Tensor, *tensors: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def rounded_by_kernel(first: Tensor, *tensors: Tensor) -> torch.dtype | None:
+    """The autocast dtype, if native kernels can round to it what they read, as ``lowered`` would, and nothing has to be
+    cast: ``first`` is of it or fp32, and so are ``tensors``, all alike. None where ``lowered`` is asked for."""
+    dtype = torch.get_autocast_dtype(first.device.type)
+    kinds = {t.dtype for t in tensors}
+    both = {first.dtype, *kinds}
+    served = dtype in (torch.bfloat16, torch.float16) and len(kinds) == 1 and both <= {torch.float32, dtype}
+    return dtype if served and torch.float32 in both and not _looked_on() else None
+
+
 #: Where a launch takes longer than what it does: on a GPU all parameters of an op are cast by one.
 CAST_TOGETHER = {"cuda"}
 
 
+def _looked_on() -> bool:
+    """Whether somebody looks on who knows the single casts better: a compiler fuses them, torch.func maps them."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def _casts_together(device_type: str) -> bool:
-    """Not while somebody looks on who knows the single casts better: a compiler fuses them, torch.func maps them."""
-    looked_on = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return device_type in CAST_TOGETHER and not looked_on and forward_ad._current_level < 0
+    return device_type in CAST_TOGETHER and not _looked_on() and forward_ad._current_level < 0
 
 
 class CastTogether(torch.autograd.Function):

@@ -29,14 +29,26 @@ struct Grads {
   std::vector<Tensor> taus, params;  // of layer after layer
 };
 
-Tensor readable(const Tensor& tensor, int64_t copies) {
-  return copies ? readable_copies(tensor) : cpu::readable(tensor);
+template <typename Low>
+void round_to(const Tensor& from, const Tensor& to) {
+  const float* read = from.const_data_ptr<float>();
+  float* written = to.data_ptr<float>();
+  for (int64_t i = 0; i < from.numel(); ++i) written[i] = static_cast<float>(static_cast<Low>(read[i]));
 }
 
-std::vector<Tensor> readable_list(TensorList tensors, int64_t copies) {
+// Rounded to `low` if it is given, in one pass where a cast and its way back would be two.
+Tensor readable(const Tensor& tensor, int64_t copies, const LowType& low = {}) {
+  const Tensor wide = copies ? readable_copies(tensor) : cpu::readable(tensor);
+  if (!low || tensor.scalar_type() == *low) return wide;
+  const Tensor from = wide.contiguous(), rounded = empty_wide(wide.sizes(), wide);
+  *low == at::kHalf ? round_to<c10::Half>(from, rounded) : round_to<c10::BFloat16>(from, rounded);
+  return rounded;
+}
+
+std::vector<Tensor> readable_list(TensorList tensors, int64_t copies, const LowType& low) {
   std::vector<Tensor> result;
   result.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) result.push_back(readable(tensor, copies));
+  for (const Tensor& tensor : tensors) result.push_back(readable(tensor, copies, low));
   return result;
 }
 
@@ -79,10 +91,10 @@ std::vector<Routing> read_routings(const MfnnrSizes& size, const OptionalTensor&
 }
 
 Layer make_layer(const Tensor& x, TensorList route, TensorList update, const OptionalTensor& tau, double tau_value,
-                 const OptionalTensor& seed, int64_t mode, bool context) {
-  const MfnnrSizes size = check_mfnnr(x, route, update, context);
-  return {size, read_routings(size, tau, tau_value, seed, mode), tau.has_value(), readable_list(route, size.copies),
-          readable_list(update, size.copies)};
+                 const OptionalTensor& seed, int64_t mode, bool context, const LowType& low) {
+  const MfnnrSizes size = check_mfnnr(x, route, update, context, low);
+  return {size, read_routings(size, tau, tau_value, seed, mode), tau.has_value(),
+          readable_list(route, size.copies, low), readable_list(update, size.copies, low)};
 }
 
 // Both FNNs as the kernels see them, with the rows that their activations and gradients take in a tile.
@@ -374,9 +386,10 @@ Tensor check_saved(const Tensor& saved, const MfnnrSizes& s, const Tensor& x) {
   return readable(saved, s.copies);
 }
 
-Tensor readable_grad(const OptionalTensor& grad_out, const MfnnrSizes& s, const Tensor& x) {
+Tensor readable_grad(const OptionalTensor& grad_out, const MfnnrSizes& s, const Tensor& x, const LowType& low) {
   if (!grad_out) return {};
-  check_like(x, *grad_out, "grad_out");
+  if (!low) check_like(x, *grad_out, "grad_out");
+  TORCH_CHECK_TYPE(!low || grad_out->scalar_type() == *low, "grad_out: expected the dtype of the output");
   TORCH_CHECK_VALUE(grad_out->numel() == s.nets() * s.batch * s.routed() && grad_out->dim() == x.dim(),
                     "grad_out: expected [..., N, D], got ", grad_out->sizes());
   return readable(*grad_out, s.copies);
@@ -393,34 +406,33 @@ std::vector<double> penalty_grads(const OptionalTensor& grad_penalty, const Mfnn
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mfnnr_forward(const Tensor& x, TensorList route, TensorList update,
                                                                  const OptionalTensor& tau, double tau_value,
                                                                  const OptionalTensor& seed, int64_t mode, bool context,
-                                                                 double threshold, bool save) {
-  const Layer layer = make_layer(x, route, update, tau, tau_value, seed, mode, context);
+                                                                 double threshold, bool save, LowType low) {
+  const Layer layer = make_layer(x, route, update, tau, tau_value, seed, mode, context, low);
   const int64_t copies = layer.size.copies;
   std::vector<double> penalty;
-  const LayerResult r = forward_stack(readable(x, copies), {layer}, threshold, save, penalty)[0];
-  const auto type = x.scalar_type();
+  const LayerResult r = forward_stack(readable(x, copies, low), {layer}, threshold, save, penalty)[0];
+  const auto type = low.value_or(x.scalar_type());
   return {in_type(r.out, type), numbers(penalty, copies, x), in_type(r.logits, type), in_type(r.gate, type), r.saved};
 }
 
 std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                                    TensorList route, TensorList update, const OptionalTensor& tau, double tau_value,
                                    const OptionalTensor& seed, int64_t mode, bool context, double threshold,
-                                   const Tensor& saved, bool need_x, bool need_params) {
-  const Layer layer = make_layer(x, route, update, tau, tau_value, seed, mode, context);
+                                   const Tensor& saved, bool need_x, bool need_params, LowType low) {
+  const Layer layer = make_layer(x, route, update, tau, tau_value, seed, mode, context, low);
   const MfnnrSizes& s = layer.size;
-  const Grads grads = backward_stack(readable_grad(grad_out, s, x), penalty_grads(grad_penalty, s),
-                                     {readable(x, s.copies)}, {layer}, {check_saved(saved, s, x)}, threshold, need_x,
-                                     need_params);
-  const auto type = x.scalar_type();
-  std::vector<Tensor> result{in_type(grads.x, type), grads.taus[0]};
-  for (const Tensor& param : grads.params) result.push_back(in_type(param, type));
+  const Grads grads = backward_stack(readable_grad(grad_out, s, x, low), penalty_grads(grad_penalty, s),
+                                     {readable(x, s.copies, low)}, {layer}, {check_saved(saved, s, x)}, threshold,
+                                     need_x, need_params);
+  std::vector<Tensor> result{in_type(grads.x, x.scalar_type()), grads.taus[0]};
+  for (const Tensor& param : grads.params) result.push_back(in_type(param, route[0].scalar_type()));
   return result;
 }
 
 // -------------------------------------------------------------------- smfr
 
 std::vector<Layer> make_stack(const Tensor& x, TensorList params, int64_t fnn_tensors, TensorList taus,
-                              TensorList seeds, int64_t mode, bool context) {
+                              TensorList seeds, int64_t mode, bool context, const LowType& low) {
   check_smfr(params, fnn_tensors, taus, seeds);
   std::vector<Layer> stack;
   // Only sizes are read off it; every layer has the batch, the block size and the dtype of x.
@@ -429,7 +441,7 @@ std::vector<Layer> make_stack(const Tensor& x, TensorList params, int64_t fnn_te
     const TensorList route = params.slice(at, fnn_tensors), update = params.slice(at + fnn_tensors, fnn_tensors);
     const OptionalTensor tau = taus.empty() ? OptionalTensor() : taus[l];
     const OptionalTensor seed = seeds.empty() ? OptionalTensor() : seeds[l];
-    stack.push_back(make_layer(input, route, update, tau, 1.0, seed, mode, context));
+    stack.push_back(make_layer(input, route, update, tau, 1.0, seed, mode, context, low));
     TORCH_CHECK_VALUE(stack.back().size.copies == stack[0].size.copies, "params: expected as many copies of each");
     auto sizes = x.sizes().vec();
     sizes[sizes.size() - 2] = stack.back().size.out_blocks;
@@ -440,12 +452,12 @@ std::vector<Layer> make_stack(const Tensor& x, TensorList params, int64_t fnn_te
 
 std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> smfr_forward(
     const Tensor& x, TensorList params, int64_t fnn_tensors, TensorList taus, TensorList seeds, int64_t mode,
-    bool context, double threshold, bool save) {
-  const auto stack = make_stack(x, params, fnn_tensors, taus, seeds, mode, context);
+    bool context, double threshold, bool save, LowType low) {
+  const auto stack = make_stack(x, params, fnn_tensors, taus, seeds, mode, context, low);
   const int64_t copies = stack[0].size.copies;
   std::vector<double> penalty;
-  const auto results = forward_stack(readable(x, copies), stack, threshold, save, penalty);
-  const auto type = x.scalar_type();
+  const auto results = forward_stack(readable(x, copies, low), stack, threshold, save, penalty);
+  const auto type = low.value_or(x.scalar_type());
   std::vector<Tensor> logits, gates, saved;
   for (const LayerResult& r : results) {
     logits.push_back(in_type(r.logits, type));
@@ -460,12 +472,12 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector
 std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                                   TensorList params, int64_t fnn_tensors, TensorList taus, TensorList seeds,
                                   int64_t mode, bool context, double threshold, TensorList saved, bool need_x,
-                                  bool need_params) {
-  const auto stack = make_stack(x, params, fnn_tensors, taus, seeds, mode, context);
+                                  bool need_params, LowType low) {
+  const auto stack = make_stack(x, params, fnn_tensors, taus, seeds, mode, context, low);
   TORCH_CHECK_VALUE(saved.size() + 1 == 2 * stack.size(), "saved: expected ", 2 * stack.size() - 1, " tensors, got ",
                     saved.size());
   const MfnnrSizes& last = stack.back().size;
-  std::vector<Tensor> inputs{readable(x, last.copies)}, activations;
+  std::vector<Tensor> inputs{readable(x, last.copies, low)}, activations;
   for (size_t l = 0; l < stack.size(); ++l) {
     const MfnnrSizes& s = stack[l].size;
     activations.push_back(check_saved(saved[2 * l], s, x));
@@ -476,12 +488,11 @@ std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const Optional
                       "saved: expected the input of layer ", l, ", got ", input.sizes());
     inputs.push_back(readable(input, s.copies));
   }
-  const Grads grads = backward_stack(readable_grad(grad_out, last, x), penalty_grads(grad_penalty, last), inputs, stack,
-                                     activations, threshold, need_x, need_params);
-  const auto type = x.scalar_type();
-  std::vector<Tensor> result{in_type(grads.x, type)};
+  const Grads grads = backward_stack(readable_grad(grad_out, last, x, low), penalty_grads(grad_penalty, last), inputs,
+                                     stack, activations, threshold, need_x, need_params);
+  std::vector<Tensor> result{in_type(grads.x, x.scalar_type())};
   if (!taus.empty()) result.insert(result.end(), grads.taus.begin(), grads.taus.end());
-  for (const Tensor& param : grads.params) result.push_back(in_type(param, type));
+  for (const Tensor& param : grads.params) result.push_back(in_type(param, params[0].scalar_type()));
   return result;
 }
 

@@ -50,6 +50,18 @@ template <typename Run>
 void dispatch_wide(at::ScalarType type, Run&& run) {
   type == at::kDouble ? run(static_cast<double*>(nullptr)) : run(static_cast<float*>(nullptr));
 }
+// Calls run(W*) with the element type of parameters of T, which are of T or, under autocast, of fp32.
+template <typename T, typename Run>
+void dispatch_params(at::ScalarType type, Run&& run) {
+  if constexpr (sizeof(T) == 2) {
+    if (type == at::kFloat) return run(static_cast<float*>(nullptr));
+  }
+  run(static_cast<T*>(nullptr));
+}
+template <typename T>
+Blocks<T> blocks_of(const Tensor& tensor) {
+  return {tensor.data_ptr(), sizeof(T) == 2 && tensor.scalar_type() == at::kFloat};
+}
 template <typename Pointer>
 using Element = std::remove_pointer_t<Pointer>;
 
@@ -101,6 +113,8 @@ struct StackedLayer {
   double tau_value;
   OptionalTensor seed;
 };
+// low: T, if x or the parameters are of fp32 and count as rounded to it.
+//
 // One of each per layer. saved as mfnnr_forward has it.
 struct StackOutput {
   Tensor penalty;
@@ -115,18 +129,19 @@ struct StackGrads {
 // By sizes alone, which have been checked, and by what the GPU has.
 bool stack_fits(const Tensor& x, const std::vector<StackedLayer>& layers);
 StackOutput stack_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
-                          double threshold, bool save);
+                          double threshold, bool save, const LowType& low);
 // inputs: of all layers but the first; saved: of all.
 StackGrads stack_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                           const std::vector<StackedLayer>& layers, int64_t mode, bool context, double threshold,
                           const std::vector<Tensor>& inputs, const std::vector<Tensor>& saved, bool need_x,
-                          bool need_params);
+                          bool need_params, const LowType& low);
 // The same, layer by layer if they do not fit.
 StackOutput stack_or_layer_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
-                                   double threshold, bool save);
+                                   double threshold, bool save, const LowType& low);
 StackGrads stack_or_layer_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                                    const std::vector<StackedLayer>& layers, int64_t mode, bool context,
                                    double threshold, const std::vector<Tensor>& inputs,
-                                   const std::vector<Tensor>& saved, bool need_x, bool need_params);
+                                   const std::vector<Tensor>& saved, bool need_x, bool need_params,
+                                   const LowType& low);
 
 }  // namespace fastmod::cuda::bindings

@@ -581,23 +581,30 @@ cudaError_t batch_affine_backward(const C* grad_scale, const C* grad_shift, cons
                                   const C* weight, C* grad_mean, C* grad_var, C* grad_weight, C* grad_bias,
                                   int64_t count, C eps, cudaStream_t stream);
 
+// Blocks that a layer reads: of T or, if `wide`, under autocast, of fp32 that is rounded to T as it is read.
+template <typename T>
+struct Blocks {
+  const void* first;
+  bool wide;
+};
+
 // ---- mfnnr.cu, mfnnr_weight.cu, mfnnr_rows.cu: float, double, __half, __nv_bfloat16
 //
 // MFNNRs that smfr.cu cannot serve: hidden layers of any width, fp64. Activations and their gradients are of the compute
-// dtype, parameters and what goes in and out of a layer of T. Each function is one launch. allow_tf32: one product of tf32
-// instead of three.
+// dtype, what goes in and out of a layer of T, parameters of W as in smfr.cu. Each function is one launch. allow_tf32: one
+// product of tf32 instead of three.
 
 // A matrix in one part or two, side by side: [rows, first] and [rows, width - first]
 template <typename T>
 struct Joined {
   const Compute<T>* wide;
-  const T* narrow;
+  Blocks<T> narrow;
   int first, width;
 };
 
 // input [batch, in], weight [out, in], bias [out] -> result [batch, out], after LeakyReLU if `leaky`, and copy (may be null)
-template <typename T>
-cudaError_t mfnnr_linear(Joined<T> input, const T* weight, const T* bias, Compute<T>* result, T* copy, bool leaky,
+template <typename T, typename W>
+cudaError_t mfnnr_linear(Joined<T> input, const W* weight, const W* bias, Compute<T>* result, T* copy, bool leaky,
                          int64_t batch, int out, bool allow_tf32, cudaStream_t stream);
 
 // Where the gradient of a linear layer's input goes: its columns before `first` times the slope of LeakyReLU, told by its
@@ -613,37 +620,37 @@ struct InputGrad {
   int first;
 };
 // grads [batch, out], weight [out, in]
-template <typename T>
-cudaError_t mfnnr_linear_backward(const Compute<T>* grads, const T* weight, InputGrad<T> result, int64_t batch, int out,
+template <typename T, typename W>
+cudaError_t mfnnr_linear_backward(const Compute<T>* grads, const W* weight, InputGrad<T> result, int64_t batch, int out,
                                   int in, bool allow_tf32, cudaStream_t stream);
 
 constexpr int kWeightsTogether = 60, kTausTogether = 18;  // what one launch takes: its arguments have 4 KB
 
 // grads [batch, out] and input -> weight [out, in] and bias [out]
-template <typename T>
+template <typename T, typename W = T>
 struct WeightGrad {
   const Compute<T>* grads;
   Joined<T> input;
-  T* weight;
-  T* bias;
+  W* weight;
+  W* bias;
   int out;
 };
-template <typename T>
+template <typename T, typename W = T>
 struct WeightGrads {
   int64_t batch;
   int count, taus;
   bool allow_tf32;
   const Compute<T>* tau_partials;  // [taus, batch]; null: zeros
   Compute<T>* tau[kTausTogether];  // their sums, each 0-d
-  WeightGrad<T> linear[kWeightsTogether];
+  WeightGrad<T, W> linear[kWeightsTogether];
 };
-template <typename T>
-cudaError_t mfnnr_weights(const WeightGrads<T>& grads, cudaStream_t stream);
+template <typename T, typename W>
+cudaError_t mfnnr_weights(const WeightGrads<T, W>& grads, cudaStream_t stream);
 
 // What is not a product, row by row: a block has one row of the batch.
 // x [batch, m*d], logits [batch, m*n] -> routed [batch, n*d]; weights [batch, m*n] is scratch memory.
 template <typename T>
-cudaError_t mfnnr_route(const T* x, const Compute<T>* logits, Compute<T>* weights, Compute<T>* routed,
+cudaError_t mfnnr_route(Blocks<T> x, const Compute<T>* logits, Compute<T>* weights, Compute<T>* routed,
                         Routing<Compute<T>> routing, Shape shape, cudaStream_t stream);
 
 // routed, updated [batch, n*d + n] (new values, gate logits) -> out [batch, n*d], gate [batch, n]. The penalty over logits
@@ -663,24 +670,25 @@ cudaError_t mfnnr_gate_backward(const T* grad, const Compute<T>* routed, const C
 // grad_routed [batch, n*d] -> grad_logits [batch, m*n], and, if not null, grad_x [batch, m*d], which is added to what
 // is there if `add`, and tau_partials [batch]. weights as in mfnnr_route.
 template <typename T>
-cudaError_t mfnnr_route_backward(const Compute<T>* grad_routed, const T* x, const Compute<T>* logits,
+cudaError_t mfnnr_route_backward(const Compute<T>* grad_routed, Blocks<T> x, const Compute<T>* logits,
                                  Compute<T>* grad_logits, Compute<T>* weights, Compute<T>* grad_x, bool add,
                                  Compute<T>* tau_partials, Routing<Compute<T>> routing, const Compute<T>* grad_penalty,
                                  Compute<T> threshold, Shape shape, cudaStream_t stream);
 
 // ---- smfr.cu, smfr_backward.cu, smfr_weight.cu: float, __half, __nv_bfloat16
 //
-// A stack of MFNNRs in one launch forward and two backward, for hidden layers up to kMaxHidden.
+// A stack of MFNNRs in one launch forward and two backward, for hidden layers up to kMaxHidden. W: of the parameters, T
+// or, under autocast, fp32, which the kernels round to T as they read it: nothing is cast.
 
 constexpr int64_t kMaxHidden = 128;
 constexpr int kTileRows = 16;      // batch rows per block
 constexpr int kStackLayers = 18;   // what one launch takes: its arguments have 4 KB
 constexpr int kStackLinears = 72;
 
-template <typename T>
+template <typename W>
 struct StackLinear {
-  T* weight;  // [out, in]; of smfr_backward_weight: the gradients, which it writes
-  T* bias;    // [out]
+  W* weight;  // [out, in]; of smfr_backward_weight: the gradients, which it writes
+  W* bias;    // [out]
   int out, in;
   int routed;  // how many of the inputs are routed blocks, before those of x; 0 where they are not both
   int shared;  // kSharedWeight, kSharedBias: one for all copies; else each has its own, one after the other
@@ -705,40 +713,40 @@ struct StackLayer {
 // Linear layers in the order of use: route and update of layer 0, of layer 1, ... m: blocks of x. Several nets of one
 // architecture are served together: everything that is read or written per row then has the copies in front, each with
 // sections of its own (of `saved` for a batch up to a multiple of kBatchTile).
-template <typename T>
+template <typename T, typename W = T>
 struct Stack {
   int64_t batch;      // of each copy
   int64_t copies;
   int64_t first_copy;  // of a launch, which sets it itself
-  const T* x;          // [batch, m*d]
+  Blocks<T> x;         // [batch, m*d]
   int64_t x_step;      // from one copy to the next; 0 where they share it
   int depth, m, d, route, update;  // route, update: linear layers of each such FNN
   int mode;
   bool context, precise;  // precise: three products of tf32 in place of one; of weights of 16 bits two
   float threshold;        // < 0: no penalty
   StackLayer<T> layer[kStackLayers];
-  StackLinear<T> linear[kStackLinears];
+  StackLinear<W> linear[kStackLinears];
 };
 
 inline int64_t stack_tiles(int64_t batch) { return (batch + kTileRows - 1) / kTileRows; }
 
 // Whether the three launches can serve this stack on this GPU.
-template <typename T>
-bool stack_fits(const Stack<T>& stack);
+template <typename T, typename W>
+bool stack_fits(const Stack<T, W>& stack);
 
 // penalty: one number a copy. partials [copies, stack_tiles], a ticket a copy: zero before and after.
-template <typename T>
-cudaError_t smfr_forward(const Stack<T>& stack, float* penalty, float* partials, unsigned* ticket,
+template <typename T, typename W>
+cudaError_t smfr_forward(const Stack<T, W>& stack, float* penalty, float* partials, unsigned* ticket,
                          cudaStream_t stream);
 
-// grad_out [batch, n*d] of the last layer and grad_penalty may be null, grad_x too. Fills the sections of layer.grads,
-// if not null, and tau_partials [copies, depth, stack_tiles] (may be null).
-template <typename T>
-cudaError_t smfr_backward(const Stack<T>& stack, const T* grad_out, const float* grad_penalty, T* grad_x,
+// grad_out [batch, n*d] of the last layer and grad_penalty may be null, grad_x, of the type of x, too. Fills the sections
+// of layer.grads, if not null, and tau_partials [copies, depth, stack_tiles] (may be null).
+template <typename T, typename W>
+cudaError_t smfr_backward(const Stack<T, W>& stack, const T* grad_out, const float* grad_penalty, void* grad_x,
                           float* tau_partials, cudaStream_t stream);
 
 // layer.grads -> stack.linear, if not null; tau_partials, if not null -> layer.tau.
-template <typename T>
-cudaError_t smfr_backward_weight(const Stack<T>& stack, const float* tau_partials, cudaStream_t stream);
+template <typename T, typename W>
+cudaError_t smfr_backward_weight(const Stack<T, W>& stack, const float* tau_partials, cudaStream_t stream);
 
 }  // namespace fastmod::cuda

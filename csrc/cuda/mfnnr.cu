@@ -5,16 +5,16 @@
 namespace fastmod::cuda {
 namespace {
 
-template <typename T>
+template <typename T, typename W>
 __global__ void __launch_bounds__(kProductThreads, 2)
-    linear_kernel(const __grid_constant__ Joined<T> input, const T* weight, const T* bias, Compute<T>* result, T* copy,
+    linear_kernel(const __grid_constant__ Joined<T> input, const W* weight, const W* bias, Compute<T>* result, T* copy,
                   bool leaky, int64_t batch, int out, bool precise) {
   using C = Compute<T>;
-  using P = ProductTile<T, kOfInput>;
-  const Joined<T> weights{nullptr, weight, 0, input.width};
+  using P = ProductTile<T, W, kOfInput>;
+  const Joined<W> weights{nullptr, {weight, false}, 0, input.width};
   const int across = (out + P::kColumns - 1) / P::kColumns;
   const int64_t block = blockIdx.x, tile = quotient(block, across);
-  product_tile<T, kOfInput>(
+  product_tile<P>(
       input, batch, weights, out, input.width, tile * P::kRows, (block - tile * across) * P::kColumns, precise,
       [](const C*) {},
       [&](int64_t row, int column, C value) {
@@ -22,25 +22,28 @@ __global__ void __launch_bounds__(kProductThreads, 2)
         if (!trusted(value)) {
           value = 0;
 #pragma unroll 1
-          for (int k = 0; k < input.width; ++k) value += entry(input, row, k) * entry(weights, column, k);
+          for (int k = 0; k < input.width; ++k) {
+            value += entry(input, row, k) * read_as<T>(weight[static_cast<int64_t>(column) * input.width + k]);
+          }
         }
-        value += widen(bias[column]);
+        value += read_as<T>(bias[column]);
         if (leaky && !(value > C(0))) value *= C(kLeakySlope);
         result[row * out + column] = value;
         if (copy) narrow(value, copy + row * out + column);
       });
 }
 
-template <typename T>
+template <typename T, typename W>
 __global__ void __launch_bounds__(kProductThreads, 2)
-    linear_backward_kernel(const Compute<T>* grads, const T* weight, const __grid_constant__ InputGrad<T> result,
+    linear_backward_kernel(const Compute<T>* grads, const W* weight, const __grid_constant__ InputGrad<T> result,
                            int64_t batch, int out, int in, int columns, bool precise) {
   using C = Compute<T>;
-  using P = ProductTile<T, kOfGrads>;
-  const Joined<T> weights{nullptr, weight, 0, in}, above{grads, nullptr, out, out};
+  using P = ProductTile<T, W, kOfGrads>;
+  const Joined<W> weights{nullptr, {weight, false}, 0, in};
+  const Joined<T> above{grads, {nullptr, false}, out, out};
   const int across = (columns + P::kColumns - 1) / P::kColumns;
   const int64_t block = blockIdx.x, tile = quotient(block, across);
-  product_tile<T, kOfGrads>(
+  product_tile<P>(
       above, batch, weights, out, out, tile * P::kRows, (block - tile * across) * P::kColumns, precise,
       [](const C*) {},
       [&](int64_t row, int column, C value) {
@@ -48,7 +51,9 @@ __global__ void __launch_bounds__(kProductThreads, 2)
         if (!trusted(value)) {
           value = 0;
 #pragma unroll 1
-          for (int k = 0; k < out; ++k) value += entry(above, row, k) * entry(weights, k, column);
+          for (int k = 0; k < out; ++k) {
+            value += entry(above, row, k) * read_as<T>(weight[static_cast<int64_t>(k) * in + column]);
+          }
         }
         if (column >= result.first) {
           result.rest[row * (in - result.first) + column - result.first] = value;
@@ -78,33 +83,33 @@ dim3 tiles_for(int64_t batch, int columns) {
 
 }  // namespace
 
-template <typename T>
-cudaError_t mfnnr_linear(Joined<T> input, const T* weight, const T* bias, Compute<T>* result, T* copy, bool leaky,
+template <typename T, typename W>
+cudaError_t mfnnr_linear(Joined<T> input, const W* weight, const W* bias, Compute<T>* result, T* copy, bool leaky,
                          int64_t batch, int out, bool allow_tf32, cudaStream_t stream) {
   if (batch == 0) return cudaSuccess;
-  const dim3 grid = tiles_for<ProductTile<T, kOfInput>>(batch, out);
-  return FASTMOD_LAUNCH(linear_kernel<T>, grid, kProductThreads, stream, input, weight, bias, result, copy, leaky, batch,
-                        out, precise<T>(allow_tf32));
+  const dim3 grid = tiles_for<ProductTile<T, W, kOfInput>>(batch, out);
+  const auto kernel = linear_kernel<T, W>;
+  return FASTMOD_LAUNCH(kernel, grid, kProductThreads, stream, input, weight, bias, result, copy, leaky, batch, out,
+                        precise<T>(allow_tf32));
 }
 
-template <typename T>
-cudaError_t mfnnr_linear_backward(const Compute<T>* grads, const T* weight, InputGrad<T> result, int64_t batch, int out,
+template <typename T, typename W>
+cudaError_t mfnnr_linear_backward(const Compute<T>* grads, const W* weight, InputGrad<T> result, int64_t batch, int out,
                                   int in, bool allow_tf32, cudaStream_t stream) {
   if (batch == 0) return cudaSuccess;
   const int columns = result.rest ? in : result.first;
-  const dim3 grid = tiles_for<ProductTile<T, kOfGrads>>(batch, columns);
-  return FASTMOD_LAUNCH(linear_backward_kernel<T>, grid, kProductThreads, stream, grads, weight, result, batch, out, in,
-                        columns, precise<T>(allow_tf32));
+  const dim3 grid = tiles_for<ProductTile<T, W, kOfGrads>>(batch, columns);
+  const auto kernel = linear_backward_kernel<T, W>;
+  return FASTMOD_LAUNCH(kernel, grid, kProductThreads, stream, grads, weight, result, batch, out, in, columns,
+                        precise<T>(allow_tf32));
 }
 
-#define FASTMOD_INSTANTIATE(T)                                                                                    \
-  template cudaError_t mfnnr_linear<T>(Joined<T>, const T*, const T*, Compute<T>*, T*, bool, int64_t, int, bool,  \
+#define FASTMOD_INSTANTIATE(T, W)                                                                                 \
+  template cudaError_t mfnnr_linear<T>(Joined<T>, const W*, const W*, Compute<T>*, T*, bool, int64_t, int, bool,  \
                                        cudaStream_t);                                                             \
-  template cudaError_t mfnnr_linear_backward<T>(const Compute<T>*, const T*, InputGrad<T>, int64_t, int, int, bool, \
+  template cudaError_t mfnnr_linear_backward<T>(const Compute<T>*, const W*, InputGrad<T>, int64_t, int, int, bool, \
                                                 cudaStream_t);
-FASTMOD_INSTANTIATE(float)
-FASTMOD_INSTANTIATE(double)
-FASTMOD_INSTANTIATE(__half)
-FASTMOD_INSTANTIATE(__nv_bfloat16)
+FASTMOD_INSTANTIATE(double, double)
+FASTMOD_INSTANTIATE_STACKS
 
 }  // namespace fastmod::cuda

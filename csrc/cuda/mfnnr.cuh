@@ -16,14 +16,15 @@ constexpr int kProductThreads = 256;
 
 // How a tile of one kind is laid out. Left and right factor lie in shared memory either "along", [row of the result or
 // column of it][depth], or [depth][row or column], as they do in global memory.
-template <typename T, int kKind>
+template <typename T, typename W, int kKind>
 struct ProductTile {
   using C = Compute<T>;
   using Left = C;
-  using Right = std::conditional_t<kKind == kOfWeight, C, T>;
+  using Right = std::conditional_t<kKind == kOfWeight, C, W>;
+  using RightAs = std::conditional_t<kKind == kOfWeight, C, T>;  // what it counts as
   static constexpr bool kPlain = sizeof(C) == 8;
   static constexpr bool kLeftAlong = kKind != kOfWeight, kRightAlong = kKind == kOfInput;
-  static constexpr bool kExactRight = sizeof(Right) == 2;  // numbers of 16 bits are whole in tf32
+  static constexpr bool kExactRight = sizeof(RightAs) == 2;  // numbers of 16 bits are whole in tf32
   static constexpr int kRowTiles = kKind == kOfWeight ? 2 : 1, kColumnTiles = 4;  // of 16 and of 8, of a warp
   static constexpr int kDown = 2, kAcross = kKind == kOfWeight ? 2 : 1;           // warps
   static constexpr int kShares = kProductThreads / kWarp / (kDown * kAcross);     // warps that share the depth
@@ -66,6 +67,21 @@ __device__ inline void copy_many(E* to, const From* address, bool inside) {
   }
 }
 
+// fp32 that counts as rounded to T.
+template <int kMany, typename T>
+__device__ inline void copy_rounded(float* to, const float* address, bool inside) {
+  Four32 four{};
+  if (inside && kMany == 4) four = *reinterpret_cast<const Four32*>(address);
+  if (inside && kMany == 1) four.v[0] = *address;
+#pragma unroll
+  for (int i = 0; i < kMany; ++i) four.v[i] = rounded<T>(four.v[i]);
+  if constexpr (kMany == 4) {
+    *reinterpret_cast<Four32*>(to) = four;
+  } else {
+    *to = four.v[0];
+  }
+}
+
 // kRows x kColumns of a matrix from (row0, column0) on, zeros beyond it.
 template <int kRows, int kColumns, int kPitch, bool kDeal, int kMany, typename T, typename E>
 __device__ inline void load_by(const Joined<T>& from, int64_t row0, int64_t rows, int column0, E* to) {
@@ -82,7 +98,14 @@ __device__ inline void load_by(const Joined<T>& from, int64_t row0, int64_t rows
         continue;
       }
     }
-    copy_many<kMany>(place, inside ? from.narrow + (row0 + row) * rest + at - from.first : from.narrow, inside);
+    const int64_t place_of = inside ? (row0 + row) * rest + at - from.first : 0;
+    if constexpr (sizeof(T) < sizeof(E)) {
+      if (from.narrow.wide) {
+        copy_rounded<kMany, T>(place, static_cast<const float*>(from.narrow.first) + place_of, inside);
+        continue;
+      }
+    }
+    copy_many<kMany>(place, static_cast<const T*>(from.narrow.first) + place_of, inside);
   }
 }
 template <int kRows, int kColumns, int kPitch, bool kDeal, typename T, typename E>
@@ -100,21 +123,21 @@ __device__ inline bool by_sixteen(const Joined<T>& m) {
   constexpr int kMany = 16 / sizeof(E);
   const int rest = m.width - m.first;
   return m.first % kMany == 0 && rest % kMany == 0 && reinterpret_cast<uintptr_t>(m.wide) % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(m.narrow) % (kMany * sizeof(T)) == 0;
+         reinterpret_cast<uintptr_t>(m.narrow.first) % (kMany * (m.narrow.wide ? 4 : sizeof(T))) == 0;
 }
 
 // ---- products of what is in shared memory
 
-// Of row or column `index` those four of sixteen depths that lane % 4 == t multiplies.
-template <bool kAlong, int kPitch, typename E>
+// Of row or column `index` those four of sixteen depths that lane % 4 == t multiplies, as numbers of type As.
+template <bool kAlong, int kPitch, typename As, typename E>
 __device__ inline void read_depths(const E* tile, int index, int k0, int t, float (&v)[4]) {
   if constexpr (kAlong) {
     const auto four = *reinterpret_cast<const Four<E>*>(tile + index * kPitch + k0 + 4 * t);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = widen(four.v[i]);
+    for (int i = 0; i < 4; ++i) v[i] = read_as<As>(four.v[i]);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = widen(tile[(k0 + 4 * i + t) * kPitch + index]);
+    for (int i = 0; i < 4; ++i) v[i] = read_as<As>(tile[(k0 + 4 * i + t) * kPitch + index]);
   }
 }
 
@@ -125,20 +148,18 @@ struct Sums {
 };
 
 // Over 16 depths from k0 on. row0, column0: the warp's in the tile.
-template <typename T, int kKind, typename S>
-__device__ inline void multiply_tensor(const typename ProductTile<T, kKind>::Left* left,
-                                       const typename ProductTile<T, kKind>::Right* right, int row0, int column0, int k0,
-                                       bool precise, bool few, S& sums) {
-  using P = ProductTile<T, kKind>;
+template <typename P, typename S>
+__device__ inline void multiply_tensor(const typename P::Left* left, const typename P::Right* right, int row0,
+                                       int column0, int k0, bool precise, bool few, S& sums) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   float a[P::kRowTiles][2][4], b[P::kColumnTiles][4];
 #pragma unroll
   for (int i = 0; i < 2 * P::kRowTiles; ++i) {
-    read_depths<P::kLeftAlong, P::kLeftPitch>(left, row0 + 8 * i + g, k0, t, a[i / 2][i % 2]);
+    read_depths<P::kLeftAlong, P::kLeftPitch, typename P::Left>(left, row0 + 8 * i + g, k0, t, a[i / 2][i % 2]);
   }
 #pragma unroll
   for (int j = 0; j < P::kColumnTiles; ++j) {
-    read_depths<P::kRightAlong, P::kRightPitch>(right, column0 + 8 * j + g, k0, t, b[j]);
+    read_depths<P::kRightAlong, P::kRightPitch, typename P::RightAs>(right, column0 + 8 * j + g, k0, t, b[j]);
   }
   float* type = nullptr;
 #pragma unroll
@@ -183,11 +204,9 @@ __device__ inline void multiply_tensor(const typename ProductTile<T, kKind>::Lef
   }
 }
 
-template <typename T, int kKind, typename S>
-__device__ inline void multiply_plain(const typename ProductTile<T, kKind>::Left* left,
-                                      const typename ProductTile<T, kKind>::Right* right, int row0, int column0, int k0,
-                                      S& sums) {
-  using P = ProductTile<T, kKind>;
+template <typename P, typename S>
+__device__ inline void multiply_plain(const typename P::Left* left, const typename P::Right* right, int row0,
+                                      int column0, int k0, S& sums) {
   using C = typename P::C;
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
 #pragma unroll 1
@@ -219,10 +238,9 @@ __device__ inline void multiply_plain(const typename ProductTile<T, kKind>::Left
 // left, right: the factors as matrices in memory, each of `rows` rows where those are not the depth. The tile begins at
 // row0 and column0 of the result. each(left): after every kDepth of the depth has come. emit(row, column, value): for
 // every place of the tile, of which some may lie beyond the result; value is finite or not to be trusted.
-template <typename T, int kKind, typename Each, typename Emit>
-__device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, const Joined<T>& right, int64_t right_rows,
+template <typename P, typename T, typename R, typename Each, typename Emit>
+__device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, const Joined<R>& right, int64_t right_rows,
                                     int64_t depth, int64_t row0, int64_t column0, bool precise, Each each, Emit emit) {
-  using P = ProductTile<T, kKind>;
   using C = typename P::C;
   FASTMOD_SHARED(uint4, memory, P::kBytes / 16 + 1);
   const auto left_at = [&](int64_t step) {
@@ -264,9 +282,9 @@ __device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, co
     each(left_at(step));
     if (step * P::kDepth + share * 16 < depth) {
       if constexpr (P::kPlain) {
-        multiply_plain<T, kKind>(left_at(step), right_at(step), warp_row, warp_column, share * 16, sums);
+        multiply_plain<P>(left_at(step), right_at(step), warp_row, warp_column, share * 16, sums);
       } else {
-        multiply_tensor<T, kKind>(left_at(step), right_at(step), warp_row, warp_column, share * 16, precise, few, sums);
+        multiply_tensor<P>(left_at(step), right_at(step), warp_row, warp_column, share * 16, precise, few, sums);
       }
     }
     if (P::kStages == 1 && step + 1 < steps) {
@@ -341,7 +359,7 @@ __device__ inline bool trusted(C value) {
 template <typename T>
 __device__ inline Compute<T> entry(const Joined<T>& m, int64_t row, int column) {
   return column < m.first ? m.wide[row * m.first + column]
-                          : Compute<T>(widen(m.narrow[row * (m.width - m.first) + column - m.first]));
+                          : read_at(m.narrow, row * (m.width - m.first) + column - m.first);
 }
 
 }  // namespace fastmod::cuda

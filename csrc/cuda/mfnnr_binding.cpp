@@ -51,11 +51,11 @@ std::vector<int64_t> leading_and(const Tensor& x, std::initializer_list<int64_t>
 }
 
 std::vector<WideLayer> wide_layers(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode,
-                                   bool context) {
+                                   bool context, const LowType& low) {
   std::vector<WideLayer> result;
   Tensor input = x;  // only sizes are read off it
   for (const StackedLayer& layer : layers) {
-    const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context);
+    const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context, low);
     result.push_back({sizes, RoutingArguments(x, layer.tau, layer.tau_value, layer.seed, mode),
                       dense_all(layer.route), dense_all(layer.update)});
     if (result.size() < layers.size()) {
@@ -67,69 +67,78 @@ std::vector<WideLayer> wide_layers(const Tensor& x, const std::vector<StackedLay
 
 // What the first linear layer of the update FNN reads.
 template <typename T>
-Joined<T> update_input(const WideLayer& layer, const Compute<T>* routed, const T* x) {
+Joined<T> update_input(const WideLayer& layer, const Compute<T>* routed, Blocks<T> x) {
   const int values = static_cast<int>(layer.sizes.routed()), features = static_cast<int>(layer.sizes.route_in());
   return layer.sizes.context ? Joined<T>{routed, x, values, values + features}
-                             : Joined<T>{routed, nullptr, values, values};
+                             : Joined<T>{routed, {nullptr, false}, values, values};
 }
 template <typename T>
 Joined<T> whole(const Compute<T>* matrix, int width) {
-  return {matrix, nullptr, width, width};
+  return {matrix, {nullptr, false}, width, width};
 }
 inline int rows_of(const Tensor& weight) { return static_cast<int>(weight.size(0)); }
 inline int columns_of(const Tensor& weight) { return static_cast<int>(weight.size(1)); }
 
 // kept: of every linear layer; copy: of the last one once more, in T, or null.
-template <typename T>
+template <typename T, typename W>
 void fnn_forward(Joined<T> input, const std::vector<Tensor>& params, const std::vector<Compute<T>*>& kept, T* copy,
                  int64_t batch, bool allow_tf32) {
   for (size_t i = 0; i < kept.size(); ++i) {
     const bool last = i + 1 == kept.size();
     const int out = rows_of(params[2 * i]);
-    C10_CUDA_CHECK(mfnnr_linear<T>(input, data<T>(params[2 * i]), data<T>(params[2 * i + 1]), kept[i],
-                                   last ? copy : nullptr, !last, batch, out, allow_tf32, stream()));
+    C10_CUDA_CHECK((mfnnr_linear<T, W>(input, data<W>(params[2 * i]), data<W>(params[2 * i + 1]), kept[i],
+                                       last ? copy : nullptr, !last, batch, out, allow_tf32, stream())));
     input = whole<T>(kept[i], out);
   }
 }
 
 // From the gradient of an FNN's output, the last of `grads`, to that of its first linear layer's output.
-template <typename T>
+template <typename T, typename W>
 void fnn_backward(const std::vector<Tensor>& params, const std::vector<Compute<T>*>& kept,
                   const std::vector<Compute<T>*>& grads, int64_t batch, bool allow_tf32) {
   for (size_t i = kept.size() - 1; i > 0; --i) {
     const int out = rows_of(params[2 * i]), in = columns_of(params[2 * i]);
     const InputGrad<T> below{kept[i - 1], nullptr, grads[i - 1], nullptr, nullptr, in};
-    C10_CUDA_CHECK(mfnnr_linear_backward<T>(grads[i], data<T>(params[2 * i]), below, batch, out, in, allow_tf32,
-                                            stream()));
+    C10_CUDA_CHECK((mfnnr_linear_backward<T, W>(grads[i], data<W>(params[2 * i]), below, batch, out, in, allow_tf32,
+                                                stream())));
   }
 }
 
-template <typename T>
-void launch_weights(std::vector<WeightGrad<T>>& weights, const std::vector<Tensor>& taus, const Tensor& partials,
+template <typename T, typename W>
+void launch_weights(std::vector<WeightGrad<T, W>>& weights, const std::vector<Tensor>& taus, const Tensor& partials,
                     int64_t batch, bool allow_tf32) {
   for (size_t w = 0, t = 0; w < weights.size() || t < taus.size();) {
-    WeightGrads<T> some{};
+    WeightGrads<T, W> some{};
     some.batch = batch;
     some.allow_tf32 = allow_tf32;
     for (; w < weights.size() && some.count < kWeightsTogether; ++w) some.linear[some.count++] = weights[w];
     if (partials.defined()) some.tau_partials = data<Compute<T>>(partials) + static_cast<int64_t>(t) * batch;
     for (; t < taus.size() && some.taus < kTausTogether; ++t) some.tau[some.taus++] = data<Compute<T>>(taus[t]);
-    C10_CUDA_CHECK(mfnnr_weights<T>(some, stream()));
+    C10_CUDA_CHECK(mfnnr_weights(some, stream()));
   }
 }
 
+// Calls run(T*, W*), as dispatch_stack does, in fp64 too.
+template <typename Run>
+void dispatch_wide_stack(at::ScalarType type, const std::vector<StackedLayer>& layers, Run&& run) {
+  dispatch(type, [&](auto* pointer) {
+    dispatch_params<Element<decltype(pointer)>>(layers[0].route[0].scalar_type(),
+                                                [&](auto* param) { run(pointer, param); });
+  });
+}
+
 StackOutput wide_forward(const Tensor& x_, const std::vector<StackedLayer>& stacked, int64_t mode, bool context,
-                         double threshold, bool save) {
-  const std::vector<WideLayer> layers = wide_layers(x_, stacked, mode, context);
+                         double threshold, bool save, const LowType& low) {
+  const std::vector<WideLayer> layers = wide_layers(x_, stacked, mode, context, low);
   const int64_t batch = layers[0].sizes.batch, padded = (batch + kBatchTile - 1) / kBatchTile * kBatchTile;
-  const auto wide = x_.options().dtype(compute_type(x_));
+  const auto wide = x_.options().dtype(compute_type(x_)), results = x_.options().dtype(low.value_or(x_.scalar_type()));
   StackOutput found;
   found.penalty = batch ? at::empty({}, wide) : at::zeros({}, wide);
   for (const WideLayer& layer : layers) {
     const MfnnrSizes& s = layer.sizes;
-    found.outs.push_back(at::empty(leading_and(x_, {s.out_blocks, s.block}), x_.options()));
-    found.logits.push_back(at::empty(leading_and(x_, {s.in_blocks, s.out_blocks}), x_.options()));
-    found.gates.push_back(at::empty(leading_and(x_, {s.out_blocks}), x_.options()));
+    found.outs.push_back(at::empty(leading_and(x_, {s.out_blocks, s.block}), results));
+    found.logits.push_back(at::empty(leading_and(x_, {s.in_blocks, s.out_blocks}), results));
+    found.gates.push_back(at::empty(leading_and(x_, {s.out_blocks}), results));
     found.saved.push_back(at::empty({save ? s.rows * padded : 0}, wide));
   }
   if (batch == 0) return found;
@@ -137,27 +146,28 @@ StackOutput wide_forward(const Tensor& x_, const std::vector<StackedLayer>& stac
   const int64_t depth = static_cast<int64_t>(layers.size());
   const Workspace space(x_, {depth * batch, 1});
   const bool allow_tf32 = at::globalContext().allowTF32CuBLAS();
-  dispatch(x_.scalar_type(), [&](auto* pointer) {
+  dispatch_wide_stack(results.dtype().toScalarType(), stacked, [&](auto* pointer, auto* param) {
     using T = Element<decltype(pointer)>;
+    using W = Element<decltype(param)>;
     using C = Compute<T>;
-    const T* x = data<T>(first);
+    Blocks<T> x = blocks_of<T>(first);
     for (int64_t l = 0; l < depth; ++l) {
       const WideLayer& layer = layers[l];
       const MfnnrSizes& s = layer.sizes;
       const Tensor saved = save ? found.saved[l] : at::empty({s.rows * batch}, wide);
       const Tensor weights = at::empty({batch * s.in_blocks * s.out_blocks}, wide);
       const Sections<C> kept(saved, layer.route, layer.update, s, true);
-      fnn_forward<T>({nullptr, x, 0, static_cast<int>(s.route_in())}, layer.route, kept.route, data<T>(found.logits[l]),
-                     batch, allow_tf32);
+      fnn_forward<T, W>({nullptr, x, 0, static_cast<int>(s.route_in())}, layer.route, kept.route,
+                        data<T>(found.logits[l]), batch, allow_tf32);
       C10_CUDA_CHECK(mfnnr_route<T>(x, kept.route.back(), data<C>(weights), kept.routed, layer.routing.as<C>(),
                                     layer.shape(), stream()));
-      fnn_forward<T>(update_input<T>(layer, kept.routed, x), layer.update, kept.update, nullptr, batch, allow_tf32);
+      fnn_forward<T, W>(update_input<T>(layer, kept.routed, x), layer.update, kept.update, nullptr, batch, allow_tf32);
       C10_CUDA_CHECK(mfnnr_gate<T>(kept.routed, kept.update.back(), kept.route.back(), data<T>(found.outs[l]),
                                    data<T>(found.gates[l]), static_cast<C>(threshold),
                                    data<C>(space.numbers) + l * batch, static_cast<int>(depth),
                                    l + 1 == depth ? data<C>(found.penalty) : nullptr, data<unsigned>(space.tickets),
                                    layer.shape(), stream()));
-      x = data<T>(found.outs[l]);
+      x = blocks_of<T>(found.outs[l]);
     }
   });
   return found;
@@ -166,10 +176,10 @@ StackOutput wide_forward(const Tensor& x_, const std::vector<StackedLayer>& stac
 StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& grad_penalty_, const Tensor& x_,
                          const std::vector<StackedLayer>& stacked, int64_t mode, bool context, double threshold,
                          const std::vector<Tensor>& inputs, const std::vector<Tensor>& saved, bool need_x,
-                         bool need_params) {
-  const std::vector<WideLayer> layers = wide_layers(x_, stacked, mode, context);
+                         bool need_params, const LowType& low) {
+  const std::vector<WideLayer> layers = wide_layers(x_, stacked, mode, context, low);
   const int64_t batch = layers[0].sizes.batch, depth = static_cast<int64_t>(layers.size());
-  const auto wide = x_.options().dtype(compute_type(x_));
+  const auto wide = x_.options().dtype(compute_type(x_)), own_type = x_.options().dtype(low.value_or(x_.scalar_type()));
   const bool has_taus = stacked[0].tau.has_value();
   const auto made = [&](at::IntArrayRef sizes, const at::TensorOptions& options) {
     return batch ? at::empty(sizes, options) : at::zeros(sizes, options);
@@ -192,7 +202,7 @@ StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& 
                       "saved: expected what the forward returned with save = True, got ", saved[l].sizes());
     TORCH_CHECK_VALUE(input.numel() == batch * s.route_in(), "saved: expected the input of layer ", l, ", got ",
                       input.sizes());
-    xs.push_back(input.to(x_.scalar_type()).contiguous());
+    xs.push_back((l > 0 ? input.to(own_type.dtype()) : input).contiguous());
     activations.push_back(saved[l].contiguous());
     grads.push_back(at::empty({(s.rows - s.routed()) * batch}, wide));
   }
@@ -200,8 +210,9 @@ StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& 
   const Tensor grad_penalty = penalised ? grad_penalty_->to(wide) : Tensor();
   const Tensor partials = has_taus ? at::empty({depth * batch}, wide) : Tensor();
   const bool allow_tf32 = at::globalContext().allowTF32CuBLAS();
-  dispatch(x_.scalar_type(), [&](auto* pointer) {
+  dispatch_wide_stack(own_type.dtype().toScalarType(), stacked, [&](auto* pointer, auto* param) {
     using T = Element<decltype(pointer)>;
+    using W = Element<decltype(param)>;
     using C = Compute<T>;
     Tensor grad = dense(grad_out_);
     for (int64_t l = depth - 1; l >= 0; --l) {
@@ -217,42 +228,44 @@ StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& 
       C10_CUDA_CHECK(mfnnr_gate_backward<T>(data<T>(grad), kept.routed, kept.update.back(), data<C>(grad_routed),
                                             own.update.back(), data<C>(grad_penalty), static_cast<C>(threshold),
                                             layer.shape(), stream()));
-      fnn_backward<T>(layer.update, kept.update, own.update, batch, allow_tf32);
+      fnn_backward<T, W>(layer.update, kept.update, own.update, batch, allow_tf32);
       const InputGrad<T> joined{nullptr,          data<C>(grad_routed),                       data<C>(grad_routed), nullptr,
                                 context ? data<C>(grad_x) : nullptr, values};
-      C10_CUDA_CHECK(mfnnr_linear_backward<T>(own.update[0], data<T>(layer.update[0]), joined, batch,
-                                              rows_of(layer.update[0]), columns_of(layer.update[0]), allow_tf32,
-                                              stream()));
+      C10_CUDA_CHECK((mfnnr_linear_backward<T, W>(own.update[0], data<W>(layer.update[0]), joined, batch,
+                                                  rows_of(layer.update[0]), columns_of(layer.update[0]), allow_tf32,
+                                                  stream())));
       C10_CUDA_CHECK(mfnnr_route_backward<T>(
-          data<C>(grad_routed), data<T>(xs[l]), kept.route.back(), own.route.back(), data<C>(weights), data<C>(grad_x),
-          context, has_taus ? data<C>(partials) + l * batch : nullptr, layer.routing.as<C>(), data<C>(grad_penalty),
+          data<C>(grad_routed), blocks_of<T>(xs[l]), kept.route.back(), own.route.back(), data<C>(weights),
+          data<C>(grad_x), context, has_taus ? data<C>(partials) + l * batch : nullptr, layer.routing.as<C>(), data<C>(grad_penalty),
           static_cast<C>(threshold), layer.shape(), stream()));
       if (!want_x && !need_params) break;  // only the temperatures were wanted
-      fnn_backward<T>(layer.route, kept.route, own.route, batch, allow_tf32);
+      fnn_backward<T, W>(layer.route, kept.route, own.route, batch, allow_tf32);
       if (!want_x) break;
-      grad = l > 0 ? at::empty({batch, features}, x_.options()) : found.x;
-      const InputGrad<T> last{nullptr, data<C>(grad_x), nullptr, data<T>(grad), nullptr, features};
-      C10_CUDA_CHECK(mfnnr_linear_backward<T>(own.route[0], data<T>(layer.route[0]), last, batch,
-                                              rows_of(layer.route[0]), features, allow_tf32, stream()));
+      grad = l > 0 ? at::empty({batch, features}, own_type) : found.x;
+      const bool is_wide = blocks_of<T>(grad).wide;
+      const InputGrad<T> last{nullptr, data<C>(grad_x), is_wide ? data<C>(grad) : nullptr,
+                              is_wide ? nullptr : data<T>(grad), nullptr, features};
+      C10_CUDA_CHECK((mfnnr_linear_backward<T, W>(own.route[0], data<W>(layer.route[0]), last, batch,
+                                                  rows_of(layer.route[0]), features, allow_tf32, stream())));
     }
-    std::vector<WeightGrad<T>> all;
+    std::vector<WeightGrad<T, W>> all;
     for (size_t l = 0, p = 0; l < layers.size() && need_params; ++l) {
       const WideLayer& layer = layers[l];
       const Sections<C> kept(activations[l], layer.route, layer.update, layer.sizes, true);
       const Sections<C> own(grads[l], layer.route, layer.update, layer.sizes, false);
-      const T* x = data<T>(xs[l]);
+      const Blocks<T> x = blocks_of<T>(xs[l]);
       const auto add = [&](Joined<T> input, const std::vector<C*>& outs, const std::vector<C*>& of_outs,
                            const std::vector<Tensor>& params) {
         for (size_t i = 0; i < outs.size(); ++i, p += 2) {
           const int out = rows_of(params[2 * i]);
-          all.push_back({of_outs[i], input, data<T>(found.params[p]), data<T>(found.params[p + 1]), out});
+          all.push_back({of_outs[i], input, data<W>(found.params[p]), data<W>(found.params[p + 1]), out});
           input = whole<T>(outs[i], out);
         }
       };
       add({nullptr, x, 0, static_cast<int>(layer.sizes.route_in())}, kept.route, own.route, layer.route);
       add(update_input<T>(layer, kept.routed, x), kept.update, own.update, layer.update);
     }
-    launch_weights<T>(all, found.taus, partials, batch, allow_tf32);
+    launch_weights<T, W>(all, found.taus, partials, batch, allow_tf32);
   });
   return found;
 }
@@ -311,21 +324,21 @@ std::vector<Tensor> together(const std::vector<Net>& nets, std::vector<Tensor> N
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mfnnr_forward(const Tensor& x, TensorList route, TensorList update,
                                                                  const OptionalTensor& tau, double tau_value,
                                                                  const OptionalTensor& seed, int64_t mode, bool context,
-                                                                 double threshold, bool save) {
-  check_mfnnr(x, route, update, context);
+                                                                 double threshold, bool save, LowType low) {
+  check_mfnnr(x, route, update, context, low);
   const StackOutput found =
-      stack_or_layer_forward(x, {{route, update, tau, tau_value, seed}}, mode, context, threshold, save);
+      stack_or_layer_forward(x, {{route, update, tau, tau_value, seed}}, mode, context, threshold, save, low);
   return {found.outs[0], found.penalty, found.logits[0], found.gates[0], found.saved[0]};
 }
 
 std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                                    TensorList route, TensorList update, const OptionalTensor& tau, double tau_value,
                                    const OptionalTensor& seed, int64_t mode, bool context, double threshold,
-                                   const Tensor& saved, bool need_x, bool need_params) {
-  const MfnnrSizes sizes = check_mfnnr(x, route, update, context);
+                                   const Tensor& saved, bool need_x, bool need_params, LowType low) {
+  const MfnnrSizes sizes = check_mfnnr(x, route, update, context, low);
   const StackGrads found =
       stack_or_layer_backward(grad_out, grad_penalty, x, {{route, update, tau, tau_value, seed}}, mode, context,
-                              threshold, {}, {saved}, need_x, need_params);
+                              threshold, {}, {saved}, need_x, need_params, low);
   const auto numbers = x.sizes().slice(0, sizes.copies ? 1 : 0);
   std::vector<Tensor> grads{found.x, found.taus.empty() ? at::zeros(numbers, x.options().dtype(compute_type(x)))
                                                           : found.taus[0]};
@@ -336,13 +349,13 @@ std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const Optiona
 }  // namespace
 
 StackOutput stack_or_layer_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
-                                   double threshold, bool save) {
+                                   double threshold, bool save, const LowType& low) {
   const c10::cuda::OptionalCUDAGuard guard(x.device());
-  if (stack_fits(x, layers)) return stack_forward(x, layers, mode, context, threshold, save);
+  if (stack_fits(x, layers)) return stack_forward(x, layers, mode, context, threshold, save, low);
   const int64_t copies = copies_of(layers[0].route);
-  if (!copies) return wide_forward(x, layers, mode, context, threshold, save);
+  if (!copies) return wide_forward(x, layers, mode, context, threshold, save, low);
   const auto nets = by_copies(copies, layers, mode, [&](int64_t c, const std::vector<StackedLayer>& own) {
-    return wide_forward(of_copy(x, c), own, mode, context, threshold, save);
+    return wide_forward(of_copy(x, c), own, mode, context, threshold, save, low);
   });
   return {together(nets, &StackOutput::penalty), together(nets, &StackOutput::outs),
           together(nets, &StackOutput::logits), together(nets, &StackOutput::gates),
@@ -352,16 +365,17 @@ StackOutput stack_or_layer_forward(const Tensor& x, const std::vector<StackedLay
 StackGrads stack_or_layer_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                                    const std::vector<StackedLayer>& layers, int64_t mode, bool context,
                                    double threshold, const std::vector<Tensor>& inputs,
-                                   const std::vector<Tensor>& saved, bool need_x, bool need_params) {
+                                   const std::vector<Tensor>& saved, bool need_x, bool need_params,
+                                   const LowType& low) {
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   if (stack_fits(x, layers)) {
     return stack_backward(grad_out, grad_penalty, x, layers, mode, context, threshold, inputs, saved, need_x,
-                          need_params);
+                          need_params, low);
   }
   const int64_t copies = copies_of(layers[0].route);
   if (!copies) {
     return wide_backward(grad_out, grad_penalty, x, layers, mode, context, threshold, inputs, saved, need_x,
-                         need_params);
+                         need_params, low);
   }
   for (const auto* list : {&inputs, &saved}) {
     for (const Tensor& kept : *list) {
@@ -371,7 +385,7 @@ StackGrads stack_or_layer_backward(const OptionalTensor& grad_out, const Optiona
   }
   const auto nets = by_copies(copies, layers, mode, [&](int64_t c, const std::vector<StackedLayer>& own) {
     return wide_backward(of_copy(grad_out, c), of_copy(grad_penalty, c), of_copy(x, c), own, mode, context, threshold,
-                         of_copy(inputs, c), of_copy(saved, c), need_x, need_params);
+                         of_copy(inputs, c), of_copy(saved, c), need_x, need_params, low);
   });
   return {together(nets, &StackGrads::x), together(nets, &StackGrads::taus), together(nets, &StackGrads::params)};
 }

@@ -9,7 +9,7 @@ constexpr int kThreads = 128;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
-    route_kernel(const T* x, const Compute<T>* logits, Compute<T>* weights, Compute<T>* routed,
+    route_kernel(const __grid_constant__ Blocks<T> x, const Compute<T>* logits, Compute<T>* weights, Compute<T>* routed,
                  const __grid_constant__ Routing<Compute<T>> routing, const __grid_constant__ Shape shape) {
   using C = Compute<T>;
   const int64_t row = blockIdx.x, width = shape.m * shape.n;
@@ -21,12 +21,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     column.weigh(own + n, m_count, n_count, row * width + n);
   }
   __syncthreads();
-  const T* blocks = x + row * shape.m * shape.d;
+  const int64_t first = row * shape.m * shape.d;
   for (int f = threadIdx.x; f < n_count * d_count; f += kThreads) {
     const int n = f / d_count, d = f - n * d_count;
     C total = 0;
 #pragma unroll 4
-    for (int64_t m = 0; m < m_count; ++m) total += own[m * n_count + n] * widen(blocks[m * d_count + d]);
+    for (int64_t m = 0; m < m_count; ++m) total += own[m * n_count + n] * read_at(x, first + m * d_count + d);
     routed[row * shape.n * shape.d + f] = total;
   }
 }
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 //   dz = w * (dw - sum over m of w * dw), dlogits = dz / tau, dtau = sum of -dz * z / tau
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
-    route_backward_kernel(const Compute<T>* grad_routed, const T* x, const Compute<T>* logits, Compute<T>* grad_logits,
-                          Compute<T>* weights, Compute<T>* grad_x, bool add, Compute<T>* tau_partials,
-                          const __grid_constant__ Routing<Compute<T>> routing, const Compute<T>* grad_penalty,
+    route_backward_kernel(const Compute<T>* grad_routed, const __grid_constant__ Blocks<T> x, const Compute<T>* logits,
+                          Compute<T>* grad_logits, Compute<T>* weights, Compute<T>* grad_x, bool add,
+                          Compute<T>* tau_partials, const __grid_constant__ Routing<Compute<T>> routing, const Compute<T>* grad_penalty,
                           Compute<T> threshold, const __grid_constant__ Shape shape, int lanes) {
   using C = Compute<T>;
   const int64_t row = blockIdx.x, features = shape.m * shape.d;
@@ -123,14 +123,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int width = m_count * n_count;
   const int lane = static_cast<int>(threadIdx.x) % lanes, groups = kThreads / lanes;
   const C* above = grad_routed + row * shape.n * shape.d;
-  const T* blocks = x + row * features;
   const C* own_logits = logits + row * width;
   C *grads = grad_logits + row * width, *own = weights + row * width;
   for (int i0 = 0; i0 < width; i0 += groups) {  // grads: first those of the weights
     const int i = i0 + static_cast<int>(threadIdx.x) / lanes, m = i / n_count, n = i - m * n_count;
     C total = 0;
     for (int d = lane; i < width && d < d_count; d += lanes) {
-      total += above[n * d_count + d] * widen(blocks[static_cast<int64_t>(m) * d_count + d]);
+      total += above[n * d_count + d] * read_at(x, row * features + static_cast<int64_t>(m) * d_count + d);
     }
     total = sum_of_lanes(total, lanes);
     if (i < width && lane == 0) {
@@ -186,7 +185,7 @@ int lanes_for(int64_t d) {
 }  // namespace
 
 template <typename T>
-cudaError_t mfnnr_route(const T* x, const Compute<T>* logits, Compute<T>* weights, Compute<T>* routed,
+cudaError_t mfnnr_route(Blocks<T> x, const Compute<T>* logits, Compute<T>* weights, Compute<T>* routed,
                         Routing<Compute<T>> routing, Shape shape, cudaStream_t stream) {
   if (shape.batch == 0) return cudaSuccess;
   return FASTMOD_LAUNCH(route_kernel<T>, blocks_for(shape.batch, 1), kThreads, stream, x, logits, weights, routed,
@@ -212,7 +211,7 @@ cudaError_t mfnnr_gate_backward(const T* grad, const Compute<T>* routed, const C
 }
 
 template <typename T>
-cudaError_t mfnnr_route_backward(const Compute<T>* grad_routed, const T* x, const Compute<T>* logits,
+cudaError_t mfnnr_route_backward(const Compute<T>* grad_routed, Blocks<T> x, const Compute<T>* logits,
                                  Compute<T>* grad_logits, Compute<T>* weights, Compute<T>* grad_x, bool add,
                                  Compute<T>* tau_partials, Routing<Compute<T>> routing, const Compute<T>* grad_penalty,
                                  Compute<T> threshold, Shape shape, cudaStream_t stream) {
@@ -223,13 +222,13 @@ cudaError_t mfnnr_route_backward(const Compute<T>* grad_routed, const T* x, cons
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                                        \
-  template cudaError_t mfnnr_route<T>(const T*, const Compute<T>*, Compute<T>*, Compute<T>*, Routing<Compute<T>>,     \
+  template cudaError_t mfnnr_route<T>(Blocks<T>, const Compute<T>*, Compute<T>*, Compute<T>*, Routing<Compute<T>>,     \
                                       Shape, cudaStream_t);                                                           \
   template cudaError_t mfnnr_gate<T>(const Compute<T>*, const Compute<T>*, const Compute<T>*, T*, T*, Compute<T>,     \
                                      Compute<T>*, int, Compute<T>*, unsigned*, Shape, cudaStream_t);                  \
   template cudaError_t mfnnr_gate_backward<T>(const T*, const Compute<T>*, const Compute<T>*, Compute<T>*,            \
                                               Compute<T>*, const Compute<T>*, Compute<T>, Shape, cudaStream_t);       \
-  template cudaError_t mfnnr_route_backward<T>(const Compute<T>*, const T*, const Compute<T>*, Compute<T>*,           \
+  template cudaError_t mfnnr_route_backward<T>(const Compute<T>*, Blocks<T>, const Compute<T>*, Compute<T>*,          \
                                                Compute<T>*, Compute<T>*, bool, Compute<T>*, Routing<Compute<T>>,      \
                                                const Compute<T>*, Compute<T>, Shape, cudaStream_t);
 FASTMOD_INSTANTIATE(float)

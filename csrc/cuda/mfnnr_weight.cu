@@ -6,20 +6,20 @@ namespace fastmod::cuda {
 namespace {
 
 template <typename T>
-using Tile = ProductTile<T, kOfWeight>;
+using Tile = ProductTile<T, T, kOfWeight>;
 
-template <typename T>
-__host__ __device__ inline int tiles_across(const WeightGrad<T>& linear) {
+template <typename T, typename W>
+__host__ __device__ inline int tiles_across(const WeightGrad<T, W>& linear) {
   return (linear.input.width + Tile<T>::kColumns - 1) / Tile<T>::kColumns;
 }
-template <typename T>
-__host__ __device__ inline int tiles_of(const WeightGrad<T>& linear) {
+template <typename T, typename W>
+__host__ __device__ inline int tiles_of(const WeightGrad<T, W>& linear) {
   return (linear.out + Tile<T>::kRows - 1) / Tile<T>::kRows * tiles_across(linear);
 }
 
-template <typename T>
+template <typename T, typename W>
 __global__ void __launch_bounds__(kProductThreads, 1)
-    weights_kernel(const __grid_constant__ WeightGrads<T> all, int first_tau) {
+    weights_kernel(const __grid_constant__ WeightGrads<T, W> all, int first_tau) {
   using C = Compute<T>;
   using P = Tile<T>;
   int block = static_cast<int>(blockIdx.x);
@@ -35,14 +35,14 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   }
   int index = 0;
   for (; block >= tiles_of(all.linear[index]); ++index) block -= tiles_of(all.linear[index]);
-  const WeightGrad<T> linear = all.linear[index];
-  const Joined<T> grads{linear.grads, nullptr, linear.out, linear.out};
+  const WeightGrad<T, W> linear = all.linear[index];
+  const Joined<T> grads{linear.grads, {nullptr, false}, linear.out, linear.out};
   const int across = tiles_across(linear), row0 = block / across * P::kRows, column0 = block % across * P::kColumns;
 
   constexpr int kParts = kProductThreads / P::kRows, kEach = P::kDepth / kParts;
   const int own = threadIdx.x % P::kRows, part = static_cast<int>(threadIdx.x) / P::kRows;
   C bias = 0;
-  product_tile<T, kOfWeight>(
+  product_tile<P>(
       grads, all.batch, linear.input, all.batch, all.batch, row0, column0, sizeof(T) != 4 || !all.allow_tf32,
       [&](const C* rows) {
         if (column0 != 0) return;
@@ -70,20 +70,19 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 
 }  // namespace
 
-template <typename T>
-cudaError_t mfnnr_weights(const WeightGrads<T>& grads, cudaStream_t stream) {
+template <typename T, typename W>
+cudaError_t mfnnr_weights(const WeightGrads<T, W>& grads, cudaStream_t stream) {
   if (grads.count > kWeightsTogether || grads.taus > kTausTogether) return cudaErrorInvalidValue;
   int64_t tiles = 0;
   for (int i = 0; i < grads.count; ++i) tiles += tiles_of(grads.linear[i]);
   if (grads.batch == 0 || tiles + grads.taus == 0) return cudaSuccess;
-  return FASTMOD_LAUNCH(weights_kernel<T>, blocks_for(tiles + grads.taus, 1), kProductThreads, stream, grads,
+  const auto kernel = weights_kernel<T, W>;
+  return FASTMOD_LAUNCH(kernel, blocks_for(tiles + grads.taus, 1), kProductThreads, stream, grads,
                         static_cast<int>(tiles));
 }
 
-#define FASTMOD_INSTANTIATE(T) template cudaError_t mfnnr_weights<T>(const WeightGrads<T>&, cudaStream_t);
-FASTMOD_INSTANTIATE(float)
-FASTMOD_INSTANTIATE(double)
-FASTMOD_INSTANTIATE(__half)
-FASTMOD_INSTANTIATE(__nv_bfloat16)
+#define FASTMOD_INSTANTIATE(T, W) template cudaError_t mfnnr_weights(const WeightGrads<T, W>&, cudaStream_t);
+FASTMOD_INSTANTIATE(double, double)
+FASTMOD_INSTANTIATE_STACKS
 
 }  // namespace fastmod::cuda

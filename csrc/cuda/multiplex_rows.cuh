@@ -234,17 +234,6 @@ __device__ inline void each_column(Index rows, const Places<Index>& places, Visi
   }
 }
 
-// exp of what is not above 0, to half a unit of the last place of 1: all that a softmax needs, a fourth of expf.
-__device__ inline double exp_below(double value) { return exp(value); }
-__device__ inline float exp_below(float value) {
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.44269504f));
-  return result;
-#else
-  return exp2f(value * 1.44269504f);
-#endif
-}
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline double larger(double a, double b) { return fmax(a, b); }
 

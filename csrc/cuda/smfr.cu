@@ -4,8 +4,14 @@
 namespace fastmod::cuda {
 namespace {
 
-// Four outputs of the routed blocks at a time, so that each value of x is read once for them. values: [x ; routed].
-__device__ inline void mix_row(int lane, int m_count, int n_count, int d_count, const float* weights, float* values) {
+template <int kMany>
+struct alignas(4 * kMany) Some {
+  float v[kMany];
+};
+
+// Four outputs of the routed blocks at a time, so that each value of x is read once for them.
+__device__ inline void mix_row(int lane, int m_count, int n_count, int d_count, const float* weights,
+                               const float* values, float* routed) {
   const int groups = (n_count + 3) / 4;
   for (int task = lane; task < groups * d_count; task += kThreadsOfRow) {
     const int group = task / d_count, d = task - group * d_count, there = n_count - 4 * group;
@@ -15,7 +21,7 @@ __device__ inline void mix_row(int lane, int m_count, int n_count, int d_count, 
 #pragma unroll
       for (int i = 0; i < 4; ++i) total[i] += (i < there ? own[i] : 0.0f) * *x;
     }
-    float* to = values + (m_count + 4 * group) * d_count + d;
+    float* to = routed + 4 * group * d_count + d;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i < there) to[i * d_count] = total[i];
@@ -23,26 +29,27 @@ __device__ inline void mix_row(int lane, int m_count, int n_count, int d_count, 
   }
 }
 
-// The same where n is a multiple of four and d even: two numbers of each. emit(feature, first, second): of the routed.
-template <typename Emit>
+// The same where d is even: two numbers of each of kMany outputs, four or one, four where n is a multiple of it.
+// emit(feature, first, second): of the routed.
+template <int kMany, typename Emit>
 __device__ inline void mix_row_by_pairs(int lane, int m_count, int n_count, int d_count, const float* weights,
                                         const float* values, Emit emit) {
-  const auto pairs = static_cast<unsigned>(d_count) / 2, tasks = static_cast<unsigned>(n_count) / 4 * pairs;
+  const auto pairs = static_cast<unsigned>(d_count) / 2, tasks = static_cast<unsigned>(n_count) / kMany * pairs;
   for (auto task = static_cast<unsigned>(lane); task < tasks; task += kThreadsOfRow) {
     const unsigned group = task / pairs, pair = task - group * pairs;
-    const auto* own = reinterpret_cast<const Four32*>(weights) + group;
+    const auto* own = reinterpret_cast<const Some<kMany>*>(weights) + group;
     const auto* x = reinterpret_cast<const Two32*>(values) + pair;
-    float total[4][2] = {};
+    float total[kMany][2] = {};
 #pragma unroll 4
-    for (int m = 0; m < m_count; ++m, own += n_count / 4, x += pairs) {
-      const Four32 w = *own;
+    for (int m = 0; m < m_count; ++m, own += n_count / kMany, x += pairs) {
+      const Some<kMany> w = *own;
       const Two32 both = *x;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) total[i / 2][i % 2] += w.v[i / 2] * both.v[i % 2];
+      for (int i = 0; i < 2 * kMany; ++i) total[i / 2][i % 2] += w.v[i / 2] * both.v[i % 2];
     }
-    const int feature = static_cast<int>(4 * group * d_count + 2 * pair);
+    const int feature = static_cast<int>(kMany * group * d_count + 2 * pair);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) emit(feature + i * d_count, total[i][0], total[i][1]);
+    for (int i = 0; i < kMany; ++i) emit(feature + i * d_count, total[i][0], total[i][1]);
   }
 }
 
@@ -59,131 +66,293 @@ __device__ inline bool for_pairs(const float* section, int width) {
   return width % 2 == 0 && reinterpret_cast<uintptr_t>(section) % 8 == 0;
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kStackThreads, 1)
-    stack_forward_kernel(const __grid_constant__ Stack<T> s, const __grid_constant__ StackMemory memory, float* penalty,
-                         float* partials, unsigned* ticket) {
-  FASTMOD_DYNAMIC_SHARED(shared);
-  const auto part = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
-  float* const input = part(memory.input);      // [x ; routed], each in chunks of its own
-  float* const outputs = part(memory.outputs);  // [row][output] of an FNN
-  const auto hidden = [&](int i) { return part(memory.hidden + (i & 1) * memory.hidden_bytes); };
-  const int per_layer = s.route + s.update, lane = kept(static_cast<int>(threadIdx.x) % kWarp);
-  const RowThread r(s);
-  float* const row_values = part(memory.values) + r.row * memory.row_values;  // [x ; routed] once more, whole
-  const int64_t tile_row = kept(static_cast<int64_t>(blockIdx.x) * kTileRows + lane / 4);
-  WeightStream<T, false> stream(s, shared + memory.slots, 0, s.depth * per_layer, true);
+// The plan of a linear layer, with where its results go, those of the block's first row on.
+template <typename T, typename W>
+__device__ inline void plan_forward(const Stack<T, W>& s, const StackMemory& memory, int linear,
+                                    LinearPlan<T, W>* plan) {
+  plan_linear<false>(s, linear, true, plan);
+  const int per_layer = s.route + s.update, l = linear / per_layer, place = linear - l * per_layer;
+  const int m = l ? s.layer[l - 1].n : s.m, width = s.linear[linear].out;
+  const StackLayer<T> layer = layer_of(s, l, m);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kTileRows;
+  const bool update = place >= s.route, last = place + 1 == s.route || place + 1 == per_layer;
+  int64_t columns = update ? layer.n * s.d : 0;  // of the sections before this one
+  for (int i = 0; i < place; ++i) columns += s.linear[l * per_layer + i].out;
+  const int own = update ? place - s.route : place;  // in its FNN; hidden layers take turns in two places
+  const int context = update && !s.context ? place_of(0, padded(m * s.d)) * 4 : 0;
+  plan->from = own ? memory.hidden + (own - 1) % 2 * memory.hidden_bytes : memory.input + context;
+  plan->to = memory.hidden + own % 2 * memory.hidden_bytes;
+  plan->end = !last ? 0 : update ? kUpdateEnd : kRouteEnd;
+  plan->width = width;
+  plan->before = last && update ? layer.n * s.d : 0;
+  plan->saved = layer.saved ? layer.saved + s.batch * columns + row * width : nullptr;
+  plan->logits = (update ? layer.gate : layer.logits) + (last ? row * (width - plan->before) : 0);
+  plan->pairs = for_pairs(plan->saved, width) && reinterpret_cast<uintptr_t>(plan->bias) % (2 * sizeof(W)) == 0;
+}
+// A layer with its places from the block's first row on; `saved` is that of the routed blocks.
+template <typename T, typename W>
+__device__ inline void plan_layer(const Stack<T, W>& s, int l, StackLayer<T>* plan) {
+  StackLayer<T> layer = layer_of(s, l, l ? s.layer[l - 1].n : s.m);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kTileRows, values = layer.n * s.d;
+  int64_t columns = 0;
+  for (int i = 0; i < s.route; ++i) columns += s.linear[l * (s.route + s.update) + i].out;
+  layer.out += row * values;
+  if (layer.saved) layer.saved += s.batch * columns + row * values;
+  *plan = layer;
+}
 
-  int m = s.m;
-  for (int f = r.lane; f < padded(m * s.d); f += kThreadsOfRow) {
-    const float value = r.inside && f < m * s.d ? widen(input_of(s, 0)[r.at * m * s.d + f]) : 0.0f;
-    put(input, r.row, f, value);
-    if (f < m * s.d) row_values[f] = value;
-  }
-  float excesses = 0;
-  for (int l = 0; l < s.depth; ++l) {
-    const StackLayer<T> layer = layer_of(s, l, m);
-    const int features = m * s.d, values = layer.n * s.d;
-    float* saved = layer.saved;  // the section that comes next
-    for (int i = 0; i < per_layer; ++i) {
-      const bool update = i >= s.route, last = i + 1 == s.route || i + 1 == per_layer;
-      const int place = update ? i - s.route : i, width = s.linear[l * per_layer + i].out;
-      const T* bias = bias_of(s, l * per_layer + i);
-      const float* first = update && !s.context ? input + place_of(0, padded(features)) : input;
-      float* const to = hidden(place);
-      float* const kept = saved ? saved + tile_row * width : nullptr;
-      const bool inside[2] = {tile_row < s.batch, tile_row + 8 < s.batch}, pairs = for_pairs(saved, width);
-      const int before = last && update ? values : 0, shown = width - before;  // the logits, of routing or of gates
-      T* const logits = (update ? layer.gate : layer.logits) + tile_row * shown;
-      __syncthreads();  // what this layer reads has been written, what it writes has been read
-      linear_layer(stream, l * per_layer + i, place ? hidden(place - 1) : first,
-                   [&](int column, const float(&top)[2], const float(&bottom)[2]) {
-        const bool there[2] = {column < width, column + 1 < width};
-        const float offset[2] = {there[0] ? widen(bias[column]) : 0.0f, there[1] ? widen(bias[column + 1]) : 0.0f};
-        float value[2][2] = {{top[0] + offset[0], top[1] + offset[1]}, {bottom[0] + offset[0], bottom[1] + offset[1]}};
-        if (!last) {
+template <typename W>
+struct alignas(2 * sizeof(W)) Pair {
+  W v[2];
+};
+
+// Results of one linear layer, as linear_layer gives them.
+template <typename T, typename W>
+struct Epilogue {
+  const bool last, full;  // of an FNN; all rows of the block are there, and columns are pairs
+  const bool inside[2];
+  const int width, before;
+  const W* bias;
+  float* const saved;    // of the first row, as those that follow
+  float* const outputs;  // [row][width]
+  T* const logits;
+  const float threshold;
+  float& excesses;
+
+  static constexpr int kApart = pairs_apart<false>;
+
+  __device__ void operator()(int first, float (&found)[2][2][2], float* at) const {
+    const auto* offset = reinterpret_cast<const Pair<W>*>(bias + first);
+    auto *output = reinterpret_cast<Two32*>(outputs + first), *output_below = output + 4 * width;
+    Two32 *to = nullptr, *below = nullptr;
+    if (saved) {
+      to = reinterpret_cast<Two32*>(saved + first);
+      below = to + 4 * width;
+    }
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            float& own = value[j / 2][j % 2];
-            own = fmaxf(own, own * static_cast<float>(kLeakySlope));
-          }
-          put(to, lane / 4, column, value);
-        } else {
-          float* own = outputs + lane / 4 * width + column;
-          store_pair(own, value[0], width % 2 == 0, there);
-          store_pair(own + 8 * width, value[1], width % 2 == 0, there);
-          if (column + 1 >= before) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const int f = column + j % 2 - before;
-              if (!there[j % 2] || f < 0 || !inside[j / 2]) continue;
-              narrow(value[j / 2][j % 2], logits + j / 2 * 8 * shown + f);
-              if (s.threshold < 0.0f) continue;
-              const float over = excess(value[j / 2][j % 2], s.threshold);
-              excesses += over * over;
-            }
-          }
+    for (int pair = 0; pair < 2; ++pair) {
+      const int column = first + kApart * pair;
+      float(&value)[2][2] = found[pair];
+      if (!full) {
+        carefully(column, value, at + kApart * pair);
+        continue;
+      }
+      if (column >= width) {
+        if (!last) put_at(at + kApart * pair, value);
+        continue;
+      }
+      const auto both = offset[kApart / 2 * pair];
+      add(value, read_as<T>(both.v[0]), read_as<T>(both.v[1]));
+      if (!last) {
+        activate(value, at + kApart * pair);
+      } else {
+        output[kApart / 2 * pair] = {{value[0][0], value[0][1]}};
+        output_below[kApart / 2 * pair] = {{value[1][0], value[1][1]}};
+        if (column >= before) {
+          show(column - before, value);
+        } else if (column + 1 == before) {
+          show_one(0, value[0][1], 0);
+          show_one(0, value[1][1], 1);
         }
-        if (kept && inside[0]) store_pair(kept + column, value[0], pairs, there);
-        if (kept && inside[1]) store_pair(kept + 8 * width + column, value[1], pairs, there);
-      });
-      if (saved) saved += s.batch * width;
-      if (last) {
-        __syncthreads();
-        float* own = outputs + r.row * width;
-        if (!update) {
-          const RoutingColumn column(s.mode, layer);
-          for (int n = r.lane; n < layer.n; n += kThreadsOfRow) {
-            column.weigh(own + n, m, layer.n, r.at * width + n);
-          }
-          __syncwarp(kAllLanes);
-          float* routed = saved && r.inside ? saved + r.at * values : nullptr;
-          if (layer.n % 4 == 0 && s.d % 2 == 0) {
-            const bool together = for_pairs(saved, values);
-            mix_row_by_pairs(r.lane, m, layer.n, s.d, own, row_values, [&](int f, float value, float next) {
-              put(input, r.row, padded(features) + f, value, next);
-              *reinterpret_cast<Two32*>(row_values + features + f) = Two32{{value, next}};
-              if (routed) store_pair(routed + f, {value, next}, together, {true, true});
-            });
-            for (int f = values + r.lane; f < padded(values); f += kThreadsOfRow) {
-              put(input, r.row, padded(features) + f, 0.0f);
-            }
-          } else {
-            mix_row(r.lane, m, layer.n, s.d, own, row_values);
-            __syncwarp(kAllLanes);
-            for (int f = r.lane; f < padded(values); f += kThreadsOfRow) {
-              const float value = f < values ? row_values[features + f] : 0.0f;
-              put(input, r.row, padded(features) + f, value);
-              if (routed && f < values) routed[f] = value;
-            }
-          }
-          if (saved) saved += s.batch * values;
-        } else {
-          for (int n = r.lane; n < layer.n; n += kThreadsOfRow) {
-            const float logit = own[values + n], open = sigmoid(logit), closed = sigmoid(-logit);
-            float *fresh = own + n * s.d, *routed = row_values + features + n * s.d;
-            for (int d = 0; d < s.d; ++d) fresh[d] = open * fresh[d] + closed * routed[d];
-          }
-          __syncwarp(kAllLanes);
-          T* out = layer.out + r.at * values;
-          for (int f = 2 * r.lane; f < padded(values); f += 2 * kThreadsOfRow) {
-            float value[2];
+      }
+      if (saved) {
+        to[kApart / 2 * pair] = {{value[0][0], value[0][1]}};
+        below[kApart / 2 * pair] = {{value[1][0], value[1][1]}};
+      }
+    }
+  }
+
+  __device__ static void add(float (&value)[2][2], float first, float second) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const bool there = f + i < values;
-              T rounded;
-              narrow(there ? own[f + i] : 0.0f, &rounded);
-              value[i] = widen(rounded);
-              if (!there) continue;
-              row_values[f + i] = value[i];
-              if (r.inside) out[f + i] = rounded;
-            }
-            put(input, r.row, f, value[0], value[1]);
-          }
+    for (int j = 0; j < 4; ++j) value[j / 2][j % 2] += j % 2 ? second : first;
+  }
+  __device__ static void activate(float (&value)[2][2], float* at) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float& own = value[j / 2][j % 2];
+      own = fmaxf(own, own * static_cast<float>(kLeakySlope));
+    }
+    put_at(at, value);
+  }
+  // Two logits of each row.
+  __device__ void show(int f, const float (&value)[2][2]) const {
+    const int shown = width - before;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) narrow(value[j / 2][j % 2], logits + (j / 2 * 8 * shown + f + j % 2));
+    if (threshold < 0.0f) return;
+    const bool none = (fabsf(value[0][0]) <= threshold) & (fabsf(value[0][1]) <= threshold) &
+                      (fabsf(value[1][0]) <= threshold) & (fabsf(value[1][1]) <= threshold);
+    if (none) return;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) add_excess(value[j / 2][j % 2]);
+  }
+  __device__ void show_one(int f, float value, int half) const {
+    narrow(value, logits + (half * 8 * (width - before) + f));
+    if (threshold >= 0.0f) add_excess(value);
+  }
+  __device__ void add_excess(float value) const {
+    const float over = excess(value, threshold);
+    excesses += over * over;
+  }
+
+  // Rows that are not there, columns that are no pairs.
+  __device__ void carefully(int column, float (&value)[2][2], float* at) const {
+    const bool there[2] = {column < width, column + 1 < width};
+    add(value, there[0] ? read_as<T>(bias[column]) : 0.0f, there[1] ? read_as<T>(bias[column + 1]) : 0.0f);
+    if (!last) activate(value, at);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int half = j / 2, f = column + j % 2;
+      if (!there[j % 2]) continue;
+      if (last) outputs[half * 8 * width + f] = value[half][j % 2];
+      if (!inside[half]) continue;
+      if (last && f >= before) show_one(f - before, value[half][j % 2], half);
+      if (saved) saved[half * 8 * width + f] = value[half][j % 2];
+    }
+  }
+};
+
+// What a thread knows of its row: [x ; routed] once more, whole, each at a place of its own, beside those in `input`, which
+// are activations in chunks.
+template <typename T>
+struct RowForward {
+  const RowThread& r;
+  const int d;
+  float *input, *x, *routed;
+
+  // Logits, in `own`, to routed blocks.
+  __device__ void route(int mode, const StackLayer<T>& layer, int m_count, float* own) const {
+    const int n_count = layer.n, first = padded(m_count * d), values = n_count * d, width = m_count * n_count;
+    const RoutingColumn column(mode, layer);
+    for (int n = r.lane; n < n_count; n += kThreadsOfRow) {
+      column.weigh(own + n, m_count, n_count, r.at * width + n);
+    }
+    __syncwarp(kAllLanes);
+    float* saved = layer.saved && r.inside ? layer.saved + r.row * values : nullptr;
+    if (d % 2 == 0) {
+      const bool together = for_pairs(layer.saved, values);
+      const auto emit = [&](int f, float value, float next) {
+        put(input, r.row, first + f, value, next);
+        *reinterpret_cast<Two32*>(routed + f) = Two32{{value, next}};
+        if (saved) store_pair(saved + f, {value, next}, together, {true, true});
+      };
+      if (n_count % 4 == 0) {
+        mix_row_by_pairs<4>(r.lane, m_count, n_count, d, own, x, emit);
+      } else {
+        mix_row_by_pairs<1>(r.lane, m_count, n_count, d, own, x, emit);
+      }
+      clear(first + values, first + padded(values));
+    } else {
+      mix_row(r.lane, m_count, n_count, d, own, x, routed);
+      __syncwarp(kAllLanes);
+      for (int f = r.lane; f < padded(values); f += kThreadsOfRow) {
+        const float value = f < values ? routed[f] : 0.0f;
+        put(input, r.row, first + f, value);
+        if (saved && f < values) saved[f] = value;
+      }
+    }
+  }
+  // New values and gate logits, in `own`, to the blocks that the next layer reads.
+  __device__ void gate(const StackLayer<T>& layer, const float* own) const {
+    const int values = layer.n * d;
+    T* const out = layer.out + r.row * values;
+    const bool pairs = d % 2 == 0 && reinterpret_cast<uintptr_t>(layer.out) % (2 * sizeof(T)) == 0;
+    for (int n = r.lane; n < layer.n; n += kThreadsOfRow) {
+      const float logit = own[values + n], open = sigmoid(logit), closed = sigmoid(-logit);
+      const auto mixed = [&](float fresh, float old, T* rounded) {
+        narrow(open * fresh + closed * old, rounded);
+        return widen(*rounded);
+      };
+      if (pairs) {
+#pragma unroll 1
+        for (int f = n * d; f < (n + 1) * d; f += 2) {
+          Pair<T> both;
+          const Two32 old = *reinterpret_cast<const Two32*>(routed + f);
+          const float value[2] = {mixed(own[f], old.v[0], &both.v[0]), mixed(own[f + 1], old.v[1], &both.v[1])};
+          *reinterpret_cast<Two32*>(x + f) = Two32{{value[0], value[1]}};
+          if (r.inside) *reinterpret_cast<Pair<T>*>(out + f) = both;
+          put(input, r.row, f, value[0], value[1]);
+        }
+      } else {
+#pragma unroll 1
+        for (int f = n * d; f < (n + 1) * d; ++f) {
+          T rounded;
+          const float value = mixed(own[f], routed[f], &rounded);
+          x[f] = value;
+          if (r.inside) out[f] = rounded;
+          put(input, r.row, f, value);
         }
       }
     }
-    m = layer.n;
+    clear(values, padded(values));
+  }
+  __device__ void clear(int from, int until) const {
+    for (int f = from + r.lane; f < until; f += kThreadsOfRow) put(input, r.row, f, 0.0f);
+  }
+};
+
+template <typename T, typename W>
+__global__ void __launch_bounds__(kStackThreads, 1)
+    stack_forward_kernel(const __grid_constant__ Stack<T, W> s, const __grid_constant__ StackMemory memory,
+                         float* penalty, float* partials, unsigned* ticket) {
+  FASTMOD_DYNAMIC_SHARED(shared);
+  const auto part = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
+  const int linears = s.depth * (s.route + s.update);
+  auto* const plans = reinterpret_cast<LinearPlan<T, W>*>(shared + memory.plans);
+  auto* layer = reinterpret_cast<StackLayer<T>*>(shared + memory.layers);
+  for (int i = threadIdx.x; i < linears; i += kStackThreads) plan_forward(s, memory, i, plans + i);
+  const int from_end = kStackThreads - 1 - static_cast<int>(threadIdx.x);
+  if (from_end < s.depth) plan_layer(s, from_end, layer + from_end);
+  __syncthreads();
+  WeightStream<T, W, false> stream(plans, shared + memory.slots, 0, linears);
+
+  const RowThread r(s);
+  float* const values = part(memory.values) + r.row * memory.row_values;
+  const RowForward<T> rows{r, s.d, part(memory.input), values, values + memory.routed_values};
+  float* const outputs = part(memory.outputs);  // [row][output] of an FNN
+  int m = s.m;
+  for (int f = r.lane; f < padded(m * s.d); f += kThreadsOfRow) {
+    const float value = r.inside && f < m * s.d ? read_at(input_of(s, 0), r.at * m * s.d + f) : 0.0f;
+    put(rows.input, r.row, f, value);
+    if (f < m * s.d) rows.x[f] = value;
+  }
+  const int row = kept(stream.lane / 4);
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
+  const int full = kept(static_cast<int>(static_cast<int64_t>(blockIdx.x + 1) * kTileRows <= s.batch));
+  const int first_inside = kept(static_cast<int>(tile_row < s.batch));
+  const int second_inside = kept(static_cast<int>(tile_row + 8 < s.batch));
+  float excesses = 0;
+#pragma unroll 1
+  for (int i = 0; i < linears; ++i) {
+    const auto* plan = reinterpret_cast<const LinearPlan<T, W>*>(
+        shared + kept(memory.plans + i * static_cast<int>(sizeof(LinearPlan<T, W>))));
+    __syncthreads();  // what this layer reads has been written, what it writes has been read
+    const int width = plan->width, end = plan->end;
+    if (stream.first_column < width) {
+      const int before = plan->before;
+      float* const saved = plan->saved;
+      const Epilogue<T, W> emit{end != 0,
+                                full && plan->pairs,
+                                {first_inside != 0, second_inside != 0},
+                                width,
+                                before,
+                                plan->bias,
+                                saved ? saved + row * width : nullptr,
+                                outputs + row * width,
+                                plan->logits + row * (width - before),
+                                s.threshold,
+                                excesses};
+      linear_layer(stream, i, s.precise, part(plan->from), part(plan->to), emit);
+    }
+    if (end == 0) continue;
+    __syncthreads();
+    if (end == kRouteEnd) {
+      rows.route(s.mode, *layer, m, outputs + r.row * width);
+    } else {
+      rows.gate(*layer, outputs + r.row * width);
+      m = layer->n;
+      ++layer;
+    }
   }
 
   __syncthreads();
@@ -201,15 +370,14 @@ __global__ void __launch_bounds__(kStackThreads, 1)
 
 }  // namespace
 
-template <typename T>
-StackMemory stack_memory(const Stack<T>& s, bool backward) {
-  int features = 0, whole = 0, hidden = 0, outputs = 0, values = 0, blocks = s.m * s.d, logits = 0, m = s.m;
+template <typename T, typename W>
+StackMemory stack_memory(const Stack<T, W>& s, bool backward) {
+  int features = 0, hidden = 0, outputs = 0, values = 0, blocks = s.m * s.d, logits = 0, m = s.m;
   const int per_layer = s.route + s.update;
   for (int l = 0; l < s.depth; ++l) {
     const auto larger = [](int a, int b) { return a > b ? a : b; };
     const int n = s.layer[l].n, own = n * s.d, x = m * s.d;
     features = larger(features, chunks_of(x) + chunks_of(own));
-    whole = larger(whole, x + own);
     values = larger(values, own);
     blocks = larger(blocks, larger(x, own));
     logits = larger(logits, m * n);
@@ -227,12 +395,15 @@ StackMemory stack_memory(const Stack<T>& s, bool backward) {
   };
   memory.hidden_bytes = hidden * kChunkFloats * 4;
   memory.hidden = take(hidden * kChunkFloats * (s.route > 2 || s.update > 2 ? 2 : 1));
-  memory.slots = take(kSlotBytes<T> / 4);
+  memory.slots = take(kSlotBytes<W> / 4);
+  memory.plans = take(s.depth * per_layer * static_cast<int>(sizeof(LinearPlan<T, W>)) / 4);
   if (!backward) {
     memory.input = take(features * kChunkFloats);
     memory.outputs = take(outputs * kTileRows);
-    memory.values = take(whole * kTileRows);
-    memory.row_values = whole;
+    memory.layers = take(s.depth * static_cast<int>(sizeof(StackLayer<T>)) / 4);
+    memory.routed_values = (blocks + 1) / 2 * 2;  // pairs are aligned
+    memory.row_values = memory.routed_values + (values + 1) / 2 * 2;
+    memory.values = take(memory.row_values * kTileRows);
     return memory;
   }
   memory.grads = take(chunks_of(outputs) * kChunkFloats);
@@ -244,8 +415,8 @@ StackMemory stack_memory(const Stack<T>& s, bool backward) {
   return memory;
 }
 
-template <typename T>
-bool stack_is_small(const Stack<T>& s) {
+template <typename T, typename W>
+bool stack_is_small(const Stack<T, W>& s) {
   const int linears = s.depth * (s.route + s.update);
   if (s.depth < 1 || s.depth > kStackLayers || s.route < 1 || s.update < 1 || linears > kStackLinears) return false;
   for (int i = 0; i < linears; ++i) {
@@ -256,33 +427,32 @@ bool stack_is_small(const Stack<T>& s) {
   return true;
 }
 
-template <typename T>
-bool stack_fits(const Stack<T>& s) {
+template <typename T, typename W>
+bool stack_fits(const Stack<T, W>& s) {
   if (!stack_is_small(s)) return false;
   const int limit = shared_limit() - 1024;
   return stack_memory(s, false).bytes <= limit && stack_memory(s, true).bytes <= limit;
 }
 
-template <typename T>
-cudaError_t smfr_forward(const Stack<T>& stack, float* penalty, float* partials, unsigned* ticket,
+template <typename T, typename W>
+cudaError_t smfr_forward(const Stack<T, W>& stack, float* penalty, float* partials, unsigned* ticket,
                          cudaStream_t stream) {
   if (!stack_is_small(stack)) return cudaErrorInvalidValue;
   if (stack.batch == 0) return cudaSuccess;
   const StackMemory memory = stack_memory(stack, false);
   const unsigned tiles = blocks_for(stack.batch, kTileRows).x;
-  return for_copies(stack, [&](const Stack<T>& some, unsigned copies) {
-    return FASTMOD_LAUNCH_LARGE(stack_forward_kernel<T>, dim3(tiles, copies), kStackThreads, memory.bytes, stream, some,
+  return for_copies(stack, [&](const Stack<T, W>& some, unsigned copies) {
+    const auto kernel = stack_forward_kernel<T, W>;
+    return FASTMOD_LAUNCH_LARGE(kernel, dim3(tiles, copies), kStackThreads, memory.bytes, stream, some,
                                 memory, penalty, partials, ticket);
   });
 }
 
-#define FASTMOD_INSTANTIATE(T)                                                                      \
-  template StackMemory stack_memory<T>(const Stack<T>&, bool);                                      \
-  template bool stack_fits<T>(const Stack<T>&);                                                     \
-  template bool stack_is_small<T>(const Stack<T>&);                                                 \
-  template cudaError_t smfr_forward<T>(const Stack<T>&, float*, float*, unsigned*, cudaStream_t);
-FASTMOD_INSTANTIATE(float)
-FASTMOD_INSTANTIATE(__half)
-FASTMOD_INSTANTIATE(__nv_bfloat16)
+#define FASTMOD_INSTANTIATE(T, W)                                  \
+  template StackMemory stack_memory(const Stack<T, W>&, bool);     \
+  template bool stack_fits(const Stack<T, W>&);                    \
+  template bool stack_is_small(const Stack<T, W>&);                \
+  template cudaError_t smfr_forward(const Stack<T, W>&, float*, float*, unsigned*, cudaStream_t);
+FASTMOD_INSTANTIATE_STACKS
 
 }  // namespace fastmod::cuda

@@ -59,33 +59,38 @@ __device__ inline void split_special(float value, float* high, float* low) {
 struct alignas(8) Two32 {
   float v[2];
 };
-// Of kRows rows, 8 apart: two neighbours each, the first of them even.
+// Of kRows rows, 8 apart: two neighbours each, the first of them even, from `place` on.
 template <int kRows>
-__device__ inline void put(float* activations, int row, int feature, const float (&value)[kRows][2]) {
-  auto* at = reinterpret_cast<Two32*>(activations + place_of(row, feature));
-  Two32 high[kRows], low[kRows];
+__device__ inline void put_at(float* place, const float (&value)[kRows][2]) {
+  uint2 high[kRows];  // words, as they need no conversion then
+  Two32 low[kRows];
   float all = 0;
 #pragma unroll
   for (int i = 0; i < 2 * kRows; ++i) {
-    high[i / 2].v[i % 2] = __uint_as_float(tf32_bits(value[i / 2][i % 2]));
-    low[i / 2].v[i % 2] = value[i / 2][i % 2] - high[i / 2].v[i % 2];
+    uint32_t& word = i % 2 ? high[i / 2].y : high[i / 2].x;
+    word = tf32_bits(value[i / 2][i % 2]);
+    low[i / 2].v[i % 2] = rest_of(value[i / 2][i % 2], word);
     all = i ? all + low[i / 2].v[i % 2] : low[0].v[0];
   }
   if (!finite(all)) {
 #pragma unroll
     for (int i = 0; i < 2 * kRows; ++i) {  // the other row's bits are as they would be without this one
-      if (!finite(low[i / 2].v[i % 2])) split_special(value[i / 2][i % 2], &high[i / 2].v[i % 2], &low[i / 2].v[i % 2]);
+      float& rest = low[i / 2].v[i % 2];
+      if (finite(rest)) continue;
+      float special;
+      split_special(value[i / 2][i % 2], &special, &rest);
+      (i % 2 ? high[i / 2].y : high[i / 2].x) = __float_as_uint(special);
     }
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    at[i * 4 * kDepthStep] = high[i];
-    at[i * 4 * kDepthStep + kLow / 2] = low[i];
+    reinterpret_cast<uint2*>(place)[i * 4 * kDepthStep] = high[i];
+    reinterpret_cast<Two32*>(place)[i * 4 * kDepthStep + kLow / 2] = low[i];
   }
 }
 __device__ inline void put(float* activations, int row, int feature, float first, float second) {
   const float value[1][2] = {{first, second}};
-  put(activations, row, feature, value);
+  put_at(activations + place_of(row, feature), value);
 }
 __device__ inline void put(float* activations, int row, int feature, float value) {
   float* at = activations + place_of(row, feature);
@@ -98,31 +103,56 @@ __device__ inline float get(const float* activations, int row, int feature) {
   return at[0] + at[kLow];
 }
 
-// ---- copies: each has rows of blocks of its own, on grid.y
+// ---- what comes from outside
 
 template <typename T>
-__device__ inline int64_t copy_of(const Stack<T>& s) {
+__device__ inline float rounded(float value) {
+  T low;
+  narrow(value, &low);
+  return widen(low);
+}
+// A parameter as a stack of T computes with it.
+template <typename T, typename W>
+__device__ inline Compute<T> read_as(W value) {
+  if constexpr (sizeof(W) > sizeof(T)) {
+    return rounded<T>(value);
+  } else {
+    return widen(value);
+  }
+}
+template <typename T>
+__device__ inline Compute<T> read_at(const Blocks<T>& blocks, int64_t i) {
+  if constexpr (sizeof(T) < 4) {
+    if (blocks.wide) return rounded<T>(static_cast<const float*>(blocks.first)[i]);
+  }
+  return widen(static_cast<const T*>(blocks.first)[i]);
+}
+
+// ---- copies: each has rows of blocks of its own, on grid.y
+
+template <typename T, typename W>
+__device__ inline int64_t copy_of(const Stack<T, W>& s) {
   return s.first_copy + blockIdx.y;
 }
-template <typename T>
-__device__ inline T* weight_of(const Stack<T>& s, int linear) {
-  const StackLinear<T>& own = s.linear[linear];
+template <typename T, typename W>
+__device__ inline W* weight_of(const Stack<T, W>& s, int linear) {
+  const StackLinear<W>& own = s.linear[linear];
   return own.weight + (own.shared & kSharedWeight ? 0 : copy_of(s) * own.out * own.in);
 }
-template <typename T>
-__device__ inline T* bias_of(const Stack<T>& s, int linear) {
-  const StackLinear<T>& own = s.linear[linear];
+template <typename T, typename W>
+__device__ inline W* bias_of(const Stack<T, W>& s, int linear) {
+  const StackLinear<W>& own = s.linear[linear];
   return own.bias + (own.shared & kSharedBias ? 0 : copy_of(s) * own.out);
 }
-// What a layer reads.
-template <typename T>
-__device__ inline const T* input_of(const Stack<T>& s, int layer) {
-  if (layer == 0) return s.x + copy_of(s) * s.x_step;
-  return s.layer[layer - 1].out + copy_of(s) * s.batch * s.layer[layer - 1].n * s.d;
+template <typename T, typename W>
+__device__ inline Blocks<T> input_of(const Stack<T, W>& s, int layer) {
+  if (layer > 0) return {s.layer[layer - 1].out + copy_of(s) * s.batch * s.layer[layer - 1].n * s.d, false};
+  const int64_t bytes = s.x.wide ? 4 : sizeof(T);
+  return {static_cast<const unsigned char*>(s.x.first) + copy_of(s) * s.x_step * bytes, s.x.wide};
 }
 // The layer with this copy's places; m: blocks that it reads.
-template <typename T>
-__device__ inline StackLayer<T> layer_of(const Stack<T>& s, int index, int m) {
+template <typename T, typename W>
+__device__ inline StackLayer<T> layer_of(const Stack<T, W>& s, int index, int m) {
   StackLayer<T> own = s.layer[index];
   const int64_t copy = copy_of(s), row = copy * s.batch;
   const auto advance = [](auto*& pointer, int64_t step) {
@@ -140,8 +170,8 @@ __device__ inline StackLayer<T> layer_of(const Stack<T>& s, int index, int m) {
 
 // Launches `launch(stack, copies)` for all of them: grid.y takes so many at a time.
 constexpr int64_t kCopiesAtOnce = 65535;
-template <typename T, typename Launch>
-cudaError_t for_copies(Stack<T> stack, Launch launch) {
+template <typename T, typename W, typename Launch>
+cudaError_t for_copies(Stack<T, W> stack, Launch launch) {
   cudaError_t error = cudaSuccess;
   for (; stack.first_copy < stack.copies && error == cudaSuccess; stack.first_copy += kCopiesAtOnce) {
     const int64_t left = stack.copies - stack.first_copy;
@@ -161,8 +191,8 @@ struct Step {
   __device__ int products() const { return depth[0] + depth[1]; }
 };
 
-template <typename T, bool kBackward>
-__device__ inline Step step_of(const Stack<T>& s, int linear, bool need_x) {
+template <bool kBackward, typename T, typename W>
+__device__ inline Step step_of(const Stack<T, W>& s, int linear, bool need_x) {
   const int in = s.linear[linear].in, out = s.linear[linear].out, routed = s.linear[linear].routed;
   if constexpr (kBackward) {
     const bool alone = linear == s.route && routed && !need_x;  // the gradient of x is not wanted
@@ -172,6 +202,64 @@ __device__ inline Step step_of(const Stack<T>& s, int linear, bool need_x) {
   }
 }
 
+// A part of the sums of a linear layer as the stream of its weights meets it.
+template <typename W>
+struct alignas(16) PartPlan {
+  const W* weight;  // forward: the part's first input of output 0; backward: all
+  int in, columns, depth;
+  int plain;     // forward: chunks that are there throughout, four neighbours to be copied at once
+  int careful;   // the other chunks
+  int together;  // neighbours that can be copied at once
+};
+// What is known of a linear layer, reckoned once per block and kept in shared memory.
+template <typename T, typename W>
+struct alignas(16) LinearPlan {
+  PartPlan<W> part[2];
+  const W* bias;
+  int chunks, products;
+  // Forward only. Places are those of the block's first row.
+  float* saved;  // null if nothing is kept
+  T* logits;     // of the last linear layer of an FNN, for those outputs from `before` on
+  int width, before;
+  int from, to;  // activations, in bytes of shared memory
+  int end;       // kRouteEnd, kUpdateEnd: the last of an FNN
+  int pairs;     // two neighbours of bias and saved can be read and written at once
+};
+constexpr int kRouteEnd = 1, kUpdateEnd = 2;
+
+template <bool kBackward, typename T, typename W>
+__device__ inline void plan_linear(const Stack<T, W>& s, int linear, bool need_x, LinearPlan<T, W>* plan) {
+  const Step step = step_of<kBackward>(s, linear, need_x);
+  const W* weight = weight_of(s, linear);
+  const int in = s.linear[linear].in;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int depth = step.depth[i], first = step.first[i];
+    const auto by = [&](int count) {
+      const bool even = kBackward ? in % count == 0 && step.columns % count == 0
+                                  : in % count == 0 && first % count == 0 && depth % count == 0;
+      return even && reinterpret_cast<uintptr_t>(weight) % (count * sizeof(W)) == 0;
+    };
+    const int together = !kBackward && by(4) ? 4 : by(2) ? 2 : 1;
+    const int plain = together == 4 ? depth / kDepthStep : 0;
+    plan->part[i] = {weight + first, in, step.columns, depth, plain, chunks_of(depth) - plain, together};
+  }
+  plan->bias = bias_of(s, linear);
+  plan->chunks = step.chunks();
+  plan->products = step.products();
+}
+// By loads of 16 bytes.
+template <typename Plan>
+__device__ inline Plan read_plan(const Plan* from) {
+  union {
+    uint4 words[sizeof(Plan) / 16];
+    Plan plan;
+  } found;
+#pragma unroll
+  for (size_t i = 0; i < sizeof(Plan) / 16; ++i) found.words[i] = reinterpret_cast<const uint4*>(from)[i];
+  return found.plan;
+}
+
 template <typename T>
 struct alignas(4 * sizeof(T)) Weights4 {
   T v[4];
@@ -179,29 +267,67 @@ struct alignas(4 * sizeof(T)) Weights4 {
 template <typename T>
 constexpr int kSlotBytes = kStages * 2 * kStackThreads * static_cast<int>(sizeof(Weights4<T>));
 
+// Four weights of W from shared memory, kOffset bytes behind an address, and a copy of as many to it: an instruction each.
+template <int kOffset, typename W>
+__device__ inline Weights4<W> read_unit(SharedAddress address) {
+#if defined(__CUDA_ARCH__)
+  Weights4<W> found;
+  if constexpr (sizeof(W) == 4) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
+                 : "=f"(found.v[0]), "=f"(found.v[1]), "=f"(found.v[2]), "=f"(found.v[3])
+                 : "r"(address), "n"(kOffset)
+                 : "memory");
+  } else {
+    uint2 words;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2 + %3];"
+                 : "=r"(words.x), "=r"(words.y)
+                 : "r"(address), "n"(kOffset)
+                 : "memory");
+    memcpy(&found, &words, sizeof(found));
+  }
+  return found;
+#else
+  return *reinterpret_cast<const Weights4<W>*>(address + kOffset);
+#endif
+}
+template <int kOffset, typename W>
+__device__ inline void copy_unit(SharedAddress address, const W* from, int size) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(W) == 4) {
+    asm volatile("cp.async.cg.shared.global [%0 + %3], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(size), "n"(kOffset)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0 + %3], [%1], 8, %2;" ::"r"(address), "l"(from), "r"(size), "n"(kOffset)
+                 : "memory");
+  }
+#else
+  copy_async_to<4 * static_cast<int>(sizeof(W))>(address + kOffset, from, size);
+#endif
+}
+
 // Copies the units of weights that this lane will need. Unit: forward [two tiles][four inputs] of column g of each tile,
 // backward [two k steps][two rows of the weight][two neighbouring columns].
-template <typename T, bool kBackward>
+template <typename T, typename W, bool kBackward>
 struct WeightStream {
-  static constexpr int kUnit = 4 * static_cast<int>(sizeof(T)), kHalf = kStackThreads * kUnit;  // bytes
-  const Stack<T>& s;
-  unsigned char* slots;  // this thread's, [stage][half], kHalf apart
-  SharedAddress address;  // the same
-  bool need_x;
+  static constexpr int kUnit = 4 * static_cast<int>(sizeof(W)), kHalf = kStackThreads * kUnit;  // bytes
+  const LinearPlan<T, W>* plans;
+  unsigned char* slots;         // this thread's, [stage][half], kHalf apart
+  SharedAddress address, slot;  // the same; that whose unit comes next
   int lane, first_column;  // of this thread, of its warp
-  int linear, end, stage, column, in;
-  Step step;
+  int g, t4;               // lane / 4, 4 * (lane % 4)
+  int linear, end, column, columns, in;
   int part, chunks;  // of the sums; chunks of it that are left, forward after the `plain` ones
   int left[2];       // forward: inputs left from this lane's first on, of each tile; backward: rows of the weight, columns
-  const T *from, *second;  // forward: of each tile
-  int whole;               // neighbours can be copied at once
+  const W *from, *second;  // forward: of each tile
+  int together;            // neighbours that can be copied at once
   int plain, size[2];      // forward: chunks that are there throughout, and what to copy of them for each tile
 
-  __device__ WeightStream(const Stack<T>& stack, void* memory, int first, int end_, bool need_x_)
-      : s(stack), slots(static_cast<unsigned char*>(memory) + threadIdx.x * sizeof(Weights4<T>)),
-        address(shared_address(slots)), need_x(need_x_), lane(kept(static_cast<int>(threadIdx.x) % kWarp)),
-        first_column(kept(static_cast<int>(threadIdx.x) / kWarp * kPairColumns)), linear(first), end(end_), stage(0),
-        from(s.x), second(s.x) {
+  __device__ WeightStream(const LinearPlan<T, W>* plans_, void* memory, int first, int end_)
+      : plans(plans_), slots(static_cast<unsigned char*>(memory) + threadIdx.x * sizeof(Weights4<W>)),
+        address(shared_address(slots)), slot(address), lane(kept(static_cast<int>(threadIdx.x) % kWarp)),
+        first_column(kept(static_cast<int>(threadIdx.x) / kWarp * kPairColumns)), g(kept(lane / 4)),
+        t4(kept(4 * (lane % 4))), linear(first), end(end_),
+        from(plans[0].part[0].weight), second(from) {
     enter();
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) next();
@@ -211,68 +337,61 @@ struct WeightStream {
   __device__ void enter() {
     column = first_column;
     for (; linear != end; linear += kBackward ? -1 : 1) {
-      step = step_of<T, kBackward>(s, linear, need_x);
-      if (column < step.columns) return begin(0);
+      if (column < plans[linear].part[0].columns) return begin(0);
     }
     left[0] = left[1] = 0;  // units of nothing, for ever
     chunks = -1;
     plain = 0;
-    whole = false;  // any address will do
+    together = 1;  // any address will do
   }
   __device__ void begin(int part_) {
-    const int g = lane / 4, t = lane % 4;
-    const T* weight = weight_of(s, linear);
-    constexpr int kTogether = kBackward ? 2 : 4;
+    const PartPlan<W> own = read_plan(plans[linear].part + part_);
     part = part_;
-    in = s.linear[linear].in;
-    const int depth = part ? step.depth[1] : step.depth[0], first = part ? step.first[1] : step.first[0];
-    chunks = chunks_of(depth);
+    in = own.in;
+    columns = own.columns;
+    chunks = own.careful;
+    together = own.together;
     if constexpr (kBackward) {
-      left[0] = depth - 4 * t;
-      left[1] = step.columns - column - 2 * g;
-      from = weight + static_cast<int64_t>(4 * t) * in + column + 2 * g;
-      whole = in % 2 == 0 && step.columns % 2 == 0;
+      left[0] = own.depth - t4;
+      left[1] = columns - column - 2 * g;
+      from = own.weight + static_cast<int64_t>(t4) * in + column + 2 * g;
     } else {
-      left[0] = column + g < step.columns ? depth - 4 * t : 0;
-      left[1] = column + 8 + g < step.columns ? depth - 4 * t : 0;
-      from = weight + static_cast<int64_t>(column + g) * in + first + 4 * t;
+      plain = own.plain;
+      left[0] = column + g < columns ? own.depth - t4 : 0;
+      left[1] = column + 8 + g < columns ? own.depth - t4 : 0;
+      from = own.weight + static_cast<int64_t>(column + g) * in + t4;
       second = from + static_cast<int64_t>(8) * in;
-      whole = in % 4 == 0 && first % 4 == 0 && depth % 4 == 0;
-    }
-    whole = whole && reinterpret_cast<uintptr_t>(weight) % (kTogether * sizeof(T)) == 0;
-    if constexpr (!kBackward) {
-      plain = whole ? depth / kDepthStep : 0;
-      chunks -= plain;
-      size[0] = left[0] > 0 ? kTogether * static_cast<int>(sizeof(T)) : 0;
-      size[1] = left[1] > 0 ? kTogether * static_cast<int>(sizeof(T)) : 0;
+      size[0] = left[0] > 0 ? kUnit : 0;
+      size[1] = left[1] > 0 ? kUnit : 0;
       left[0] -= plain * kDepthStep;
       left[1] -= plain * kDepthStep;
     }
   }
   __device__ void end_of_part() {
-    if (part == 0 && step.depth[1] > 0) return begin(1);
+    if (part == 0 && plans[linear].part[1].depth > 0) return begin(1);
     column += kStackWarps * kPairColumns;
-    if (column < step.columns) return begin(0);
+    if (column < columns) return begin(0);
     linear += kBackward ? -1 : 1;
     enter();
   }
 
-  // `at`: bytes from this thread's first slot. Nothing is read unless `inside`.
+  // To number `at` of the unit, kHalf bytes further on from number 4 on. Nothing is read unless `inside`.
   template <int kCount>
-  __device__ void copy(int at, const T* source, bool inside) const {
-    if constexpr (kCount * sizeof(T) >= 4) {
-      constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-      copy_async_to<kBytes>(address + at, source, inside ? kBytes : 0);
+  __device__ void copy(int at, const W* source, bool inside) const {
+    const int offset = at / 4 * kHalf + at % 4 * static_cast<int>(sizeof(W));
+    if constexpr (kCount * sizeof(W) >= 4) {
+      constexpr int kBytes = kCount * static_cast<int>(sizeof(W));
+      copy_async_to<kBytes>(slot + offset, source, inside ? kBytes : 0);
     } else {
-      T* to = reinterpret_cast<T*>(slots + at);
+      W* to = reinterpret_cast<W*>(slots + (slot - address) + offset);
       narrow(0.0f, to);
       if (inside) *to = *source;
     }
   }
 
   __device__ void next_plain() {
-    copy_async_to<kUnit>(address + stage, from, size[0]);
-    copy_async_to<kUnit>(address + stage + kHalf, second, size[1]);
+    copy_unit<0>(slot, from, size[0]);
+    copy_unit<kHalf>(slot, second, size[1]);
     from += kDepthStep;
     second += kDepthStep;
     --plain;
@@ -281,14 +400,20 @@ struct WeightStream {
   __device__ void next_careful() {
     if (chunks == 0) end_of_part();
     if (plain > 0) return next_plain();
-    if (whole) {
-      copy<4>(stage, from, left[0] > 0);
-      copy<4>(stage + kHalf, second, left[1] > 0);
+    if (together == 4) {
+      copy<4>(0, from, left[0] > 0);
+      copy<4>(4, second, left[1] > 0);
+    } else if (together == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        copy<2>(i, from + i, i < left[0]);
+        copy<2>(4 + i, second + i, i < left[1]);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        copy<1>(stage + i * static_cast<int>(sizeof(T)), from + i, i < left[0]);
-        copy<1>(stage + i * static_cast<int>(sizeof(T)) + kHalf, second + i, i < left[1]);
+        copy<1>(i, from + i, i < left[0]);
+        copy<1>(4 + i, second + i, i < left[1]);
       }
     }
     from += kDepthStep;
@@ -300,13 +425,12 @@ struct WeightStream {
   __device__ void next_backward() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int pair = stage + i / 2 * kHalf + i % 2 * 2 * static_cast<int>(sizeof(T));
-      const T* source = from + static_cast<int64_t>(i) * in;
-      if (whole) {
-        copy<2>(pair, source, i < left[0] && left[1] > 0);
+      const W* source = from + static_cast<int64_t>(i) * in;
+      if (together == 2) {
+        copy<2>(2 * i, source, i < left[0] && left[1] > 0);
       } else {
-        copy<1>(pair, source, i < left[0] && left[1] > 0);
-        copy<1>(pair + static_cast<int>(sizeof(T)), source + 1, i < left[0] && left[1] > 1);
+        copy<1>(2 * i, source, i < left[0] && left[1] > 0);
+        copy<1>(2 * i + 1, source + 1, i < left[0] && left[1] > 1);
       }
     }
     from += static_cast<int64_t>(kDepthStep) * in;
@@ -324,16 +448,15 @@ struct WeightStream {
       next_careful();
     }
     commit_copies();
-    stage = stage == (kStages - 1) * 2 * kHalf ? 0 : stage + 2 * kHalf;
+    slot = slot == address + (kStages - 1) * 2 * kHalf ? address : slot + 2 * kHalf;
   }
 
   // The oldest unit, whose place the next one takes.
   __device__ void take(float (&w)[2][4]) {
     wait_copies<kStages - 1>();
-    const Weights4<T> four[2] = {*reinterpret_cast<const Weights4<T>*>(slots + stage),
-                                 *reinterpret_cast<const Weights4<T>*>(slots + stage + kHalf)};
+    const Weights4<W> four[2] = {read_unit<0, W>(slot), read_unit<kHalf, W>(slot)};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) w[i / 4][i % 4] = widen(four[i / 4].v[i % 4]);
+    for (int i = 0; i < 8; ++i) w[i / 4][i % 4] = read_as<T>(four[i / 4].v[i % 4]);
     next();
   }
 };
@@ -359,22 +482,25 @@ struct alignas(16) Four32 {
 
 // sum of activations [row][k] times weights, for 16 columns: result[tile][as mma.cuh has d]. kProducts of high and low
 // parts: weights of 16 bits have no low part.
-template <int kProducts, typename T, bool kBackward>
-__device__ inline void multiply(WeightStream<T, kBackward>& stream, const float* activations, int chunks, int both,
+template <int kProducts, typename T, typename W, bool kBackward>
+__device__ inline void multiply(WeightStream<T, W, kBackward>& stream, const float* activations, int chunks, int both,
                                 float cut_off, float (&result)[2][4]) {
   constexpr bool kSplit = sizeof(T) == 4;
   const auto* from = reinterpret_cast<const Four32*>(activations) + stream.lane;
-  float low[2][4] = {};
-#pragma unroll
-  for (int j = 0; j < 8; ++j) result[j / 4][j % 4] = 0.0f;
-  const auto add_chunk = [&] {
+  float low[2][4];
+  const auto add_chunk = [&](auto is_first) {
+    constexpr bool kFirst = decltype(is_first)::value;
     float w[2][4];
     stream.take(w);
     const Four32 high[2] = {from[0], from[kLow / 8]}, rest[2] = {from[kLow / 4], from[kLow / 4 + kLow / 8]};
     from += kChunkFloats / 4;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      if (!kBackward && tile == 1 && !both) break;
+      if (!kBackward && tile == 1 && !both) {
+#pragma unroll
+        for (int j = 0; j < 4 && kFirst; ++j) result[1][j] = low[1][j] = 0.0f;
+        break;
+      }
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const float b[2] = {kBackward ? w[k][tile] : w[tile][2 * k], kBackward ? w[k][2 + tile] : w[tile][2 * k + 1]};
@@ -383,11 +509,15 @@ __device__ inline void multiply(WeightStream<T, kBackward>& stream, const float*
         const uint32_t b0 = kSplit ? tf32_bits(b[0]) : __float_as_uint(b[0]);
         const uint32_t b1 = kSplit ? tf32_bits(b[1]) : __float_as_uint(b[1]);
         float* type = nullptr;
-        mma(type, result[tile], a, b0, b1);
+        if constexpr (kProducts == 1) {
+#pragma unroll
+          for (int j = 0; j < 4 && kFirst && k == 0; ++j) low[tile][j] = 0.0f;
+        }
+        kFirst && k == 0 ? mma_from_zero(type, result[tile], a, b0, b1) : mma(type, result[tile], a, b0, b1);
         if constexpr (kProducts > 1) {
           const uint32_t a_rest[4] = {__float_as_uint(rest[0].v[2 * k]), __float_as_uint(rest[1].v[2 * k]),
                                       __float_as_uint(rest[0].v[2 * k + 1]), __float_as_uint(rest[1].v[2 * k + 1])};
-          mma(type, low[tile], a_rest, b0, b1);
+          kFirst && k == 0 ? mma_from_zero(type, low[tile], a_rest, b0, b1) : mma(type, low[tile], a_rest, b0, b1);
           if constexpr (kSplit) {
             const uint32_t b0_rest = tf32_rest(b[0], b0), b1_rest = tf32_rest(b[1], b1);
             mma(type, low[tile], a, b0_rest, b1_rest);
@@ -403,54 +533,59 @@ __device__ inline void multiply(WeightStream<T, kBackward>& stream, const float*
       }
     }
   };
-  // What two chunks cut off is given back at once, by the sum between them.
-#pragma unroll 1
-  for (; chunks > 0; chunks -= 2) {
-    add_chunk();
-    const float share = chunks > 1 ? cut_off + cut_off : cut_off;
+  // What two chunks cut off is given back at once, by the sum between them; of the last of an odd number, by itself.
+  const auto give_back = [&](float share) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) low[j / 4][j % 4] += share * result[j / 4][j % 4];
-    if (chunks > 1) add_chunk();
+  };
+  add_chunk(std::true_type{});
+#pragma unroll 1
+  for (int left = chunks - 1; left > 0; left -= 2) {
+    give_back(cut_off + cut_off);
+    add_chunk(std::false_type{});
+    if (left > 1) add_chunk(std::false_type{});
   }
+  if (chunks % 2) give_back(cut_off);
 #pragma unroll
   for (int j = 0; j < 8; ++j) result[j / 4][j % 4] += low[j / 4][j % 4];
 }
 
 // Again, in the plain order, what came out not finite. Activations begin with part 0, part 1 follows in chunks of its own.
-template <typename T, bool kBackward>
-__device__ inline float plain_sum(const Stack<T>& s, int linear, const Step& step, const float* activations, int row,
-                                  int column) {
-  const T* weight = weight_of(s, linear);
-  const int in = s.linear[linear].in;
+template <bool kBackward, typename T, typename W>
+__device__ inline float plain_sum(const LinearPlan<T, W>& plan, const float* activations, int row, int column) {
+  const int in = plan.part[0].in, depth = plan.part[0].depth;
   float sum = 0;
-  if (column >= step.columns) return sum;
+  if (column >= plan.part[0].columns) return sum;
 #pragma unroll 1
-  for (int k = 0; k < step.products(); ++k) {
-    const bool second = k >= step.depth[0];
-    const int local = second ? k - step.depth[0] : k, feature = second ? padded(step.depth[0]) + local : k;
-    const int64_t at = kBackward ? static_cast<int64_t>(k) * in + column
-                                 : static_cast<int64_t>(column) * in + local + (second ? step.first[1] : step.first[0]);
-    sum += get(activations, row, feature) * widen(weight[at]);
+  for (int k = 0; k < plan.products; ++k) {
+    const bool second = k >= depth;
+    const int local = second ? k - depth : k, feature = second ? padded(depth) + local : k;
+    const int64_t at = kBackward ? static_cast<int64_t>(k) * in + column : static_cast<int64_t>(column) * in + local;
+    sum += get(activations, row, feature) * read_as<T>(plan.part[second].weight[at]);
   }
   return sum;
 }
 
-// One linear layer: emit(column, first, second) for every pair of neighbouring columns, of rows g and g + 8 each: first
-// and second have two numbers, those of the last 16 columns that lie beyond the layer being zeros.
-template <typename T, bool kBackward, typename Emit>
-__device__ inline void linear_layer(WeightStream<T, kBackward>& stream, int linear, const float* activations,
-                                    Emit emit) {
-  const Stack<T>& s = stream.s;
-  const Step step = step_of<T, kBackward>(s, linear, stream.need_x);
-  const int lane = stream.lane, t = lane % 4, chunks = step.chunks();
-  const float cut_off = step.products() <= kExactDepth ? 0.0f : 2.0f * kCutOff;
-  for (int column0 = stream.first_column; column0 < step.columns; column0 += kStackWarps * kPairColumns) {
+// One linear layer: emit(column, value, at) for value[2][2][2], two pairs of neighbouring columns, from `column` and from
+// `column` + pairs_apart on, of rows g and g + 8: those of the last 16 columns that lie beyond the layer are zeros. at: where
+// they lie among activations that begin at `to`.
+template <bool kBackward>
+constexpr int pairs_apart = kBackward ? 2 : 8;
+template <typename T, typename W, bool kBackward, typename Emit>
+__device__ inline void linear_layer(WeightStream<T, W, kBackward>& stream, int linear, bool precise,
+                                    const float* activations, float* to, Emit emit) {
+  const LinearPlan<T, W>& plan = stream.plans[linear];
+  const int columns = plan.part[0].columns, lane = stream.lane, chunks = plan.chunks, products = plan.products;
+  constexpr int kEach = kBackward ? 4 : 2;  // from one lane's columns to the next one's
+  const int own = stream.t4 * kEach / 4, place = stream.g * kDepthStep + own;
+  const float cut_off = products <= kExactDepth ? 0.0f : 2.0f * kCutOff;
+  for (int column0 = stream.first_column; column0 < columns; column0 += kStackWarps * kPairColumns) {
     float result[2][4];
-    const int both = kept(static_cast<int>(column0 + 8 < step.columns));
+    const int both = kept(static_cast<int>(column0 + 8 < columns));
     if constexpr (sizeof(T) == 4) {
-      if (!s.precise) {
+      if (!precise) {
         multiply<1>(stream, activations, chunks, both, cut_off, result);
-      } else if (kFewProducts > 0 && step.products() <= kFewProducts) {
+      } else if (kFewProducts > 0 && products <= kFewProducts) {
         multiply<6>(stream, activations, chunks, both, cut_off, result);
       } else {
         multiply<3>(stream, activations, chunks, both, cut_off, result);
@@ -462,8 +597,9 @@ __device__ inline void linear_layer(WeightStream<T, kBackward>& stream, int line
     float sum = result[0][0];
 #pragma unroll
     for (int j = 1; j < 8; ++j) sum += result[j / 4][j % 4];
-    const int first = column0 + (kBackward ? 4 * t : 2 * t);
-    constexpr int kApart = kBackward ? 2 : 8;
+    const int first = column0 + own;
+    float* const at = to + column0 * (kChunkFloats / kDepthStep) + place;
+    constexpr int kApart = pairs_apart<kBackward>;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int pair = j / 4, half = j / 2 % 2, i = j % 2;
@@ -472,14 +608,13 @@ __device__ inline void linear_layer(WeightStream<T, kBackward>& stream, int line
     if (!finite(sum)) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        float& own = value[j / 4][j / 2 % 2][j % 2];
-        if (finite(own)) continue;
+        float& other = value[j / 4][j / 2 % 2][j % 2];
+        if (finite(other)) continue;
         const int column = first + kApart * (j / 4) + j % 2, row = lane / 4 + 8 * (j / 2 % 2);
-        own = plain_sum<T, kBackward>(s, linear, step, activations, row, column);
+        other = plain_sum<kBackward>(plan, activations, row, column);
       }
     }
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) emit(first + kApart * pair, value[pair][0], value[pair][1]);
+    emit(first, value, at);
   }
 }
 
@@ -525,8 +660,29 @@ struct RoutingColumn {
   __device__ void add_up(const C* column, int count, int stride, Extremes& found) const {
     for (int m = 0; m < count; ++m) found.sum += exponential(column[m * stride] - found.top);
   }
+  // The softmax of few logits, which stay in registers, in place.
+  static constexpr int kFew = 8;
+  __device__ void weigh_few(C* column, int count, int stride) const {
+    C value[kFew], top = -C(INFINITY), sum = 0;
+#pragma unroll
+    for (int m = 0; m < kFew; ++m) {
+      value[m] = -C(INFINITY);
+      if (m < count) value[m] = column[m * stride] / tau;
+      top = value[m] > top ? value[m] : top;  // a NaN makes the sum one
+    }
+#pragma unroll
+    for (int m = 0; m < kFew; ++m) {
+      value[m] = exp_below(value[m] - top);
+      sum += value[m];
+    }
+#pragma unroll
+    for (int m = 0; m < kFew; ++m) {
+      if (m < count) column[m * stride] = value[m] / sum;
+    }
+  }
   // Logits -> weights of the forward, in place.
   __device__ void weigh(C* column, int count, int stride, int64_t index) const {
+    if (mode == kSoftmax && count <= kFew) return weigh_few(column, count, stride);
     Extremes found = scores(column, count, stride, index);
     const C *end = column + count * stride, *chosen = column + found.chosen * stride;
     if (mode == kSoftmax) {
@@ -551,7 +707,7 @@ struct RoutingColumn {
 
 // Bytes of shared memory, from the start of each part. The second half of `hidden` is for FNNs with several hidden layers.
 struct StackMemory {
-  int input, hidden, hidden_bytes, outputs, values, row_values, slots, bytes;                  // forward
+  int plans, layers, input, hidden, hidden_bytes, outputs, values, row_values, routed_values, slots, bytes;  // forward
   int grads, routed, grad_x, x, weights, grad_weights;             // backward, in place of input and outputs
 };
 
@@ -560,8 +716,8 @@ struct RowThread {
   int row, lane;
   int64_t at;   // the row in the batch
   bool inside;  // of the batch
-  template <typename T>
-  __device__ explicit RowThread(const Stack<T>& s)
+  template <typename T, typename W>
+  __device__ explicit RowThread(const Stack<T, W>& s)
       : row(kept(static_cast<int>(threadIdx.x) / kThreadsOfRow)),
         lane(kept(static_cast<int>(threadIdx.x) % kThreadsOfRow)) {
     at = kept(static_cast<int64_t>(blockIdx.x) * kTileRows + row);
@@ -569,9 +725,17 @@ struct RowThread {
   }
 };
 
-template <typename T>
-StackMemory stack_memory(const Stack<T>& stack, bool backward);
-template <typename T>
-bool stack_is_small(const Stack<T>& stack);  // enough, but for shared memory
+template <typename T, typename W>
+StackMemory stack_memory(const Stack<T, W>& stack, bool backward);
+template <typename T, typename W>
+bool stack_is_small(const Stack<T, W>& stack);  // enough, but for shared memory
+
+// FASTMOD_INSTANTIATE(T, W) for all that there are.
+#define FASTMOD_INSTANTIATE_STACKS             \
+  FASTMOD_INSTANTIATE(float, float)            \
+  FASTMOD_INSTANTIATE(__half, __half)          \
+  FASTMOD_INSTANTIATE(__nv_bfloat16, __nv_bfloat16) \
+  FASTMOD_INSTANTIATE(__half, float)           \
+  FASTMOD_INSTANTIATE(__nv_bfloat16, float)
 
 }  // namespace fastmod::cuda

@@ -10,8 +10,8 @@ struct Parts {
 };
 
 // Gradient of the gated residual: that of the output, in grad_x, becomes those of the update's outputs and of routed.
-template <typename T>
-__device__ inline void gate_row(const Stack<T>& s, int n_count, const RowThread& r, const float* routed,
+template <typename T, typename W>
+__device__ inline void gate_row(const Stack<T, W>& s, int n_count, const RowThread& r, const float* routed,
                                 const float* outputs, float penalty, const Parts& p) {
   const int values = n_count * s.d;
   for (int n = r.lane; n < n_count; n += kThreadsOfRow) {
@@ -34,8 +34,8 @@ __device__ inline void gate_row(const Stack<T>& s, int n_count, const RowThread&
 }
 
 // As multiplex.cu: gradients of the logits into p.grads, weights of the forward into p.weights; returns that of tau.
-template <typename T>
-__device__ inline float route_row(const Stack<T>& s, const StackLayer<T>& layer, const RowThread& r, int m_count,
+template <typename T, typename W>
+__device__ inline float route_row(const Stack<T, W>& s, const StackLayer<T>& layer, const RowThread& r, int m_count,
                                   const float* logits, float penalty, const Parts& p) {
   const int n_count = layer.n, width = m_count * n_count, features = m_count * s.d, values = n_count * s.d;
   float* weights = p.weights + r.row * width;
@@ -72,10 +72,10 @@ __device__ inline float route_row(const Stack<T>& s, const StackLayer<T>& layer,
   return grad_tau;
 }
 
-template <typename T>
+template <typename T, typename W>
 __global__ void __launch_bounds__(kStackThreads, 1)
-    stack_backward_kernel(const __grid_constant__ Stack<T> s, const __grid_constant__ StackMemory memory,
-                          const T* grad_out, const float* grad_penalty, T* grad_x, float* tau_partials) {
+    stack_backward_kernel(const __grid_constant__ Stack<T, W> s, const __grid_constant__ StackMemory memory,
+                          const T* grad_out, const float* grad_penalty, void* grad_x, float* tau_partials) {
   FASTMOD_DYNAMIC_SHARED(shared);
   const auto part = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
   const Parts p{part(memory.grads), part(memory.routed),  part(memory.grad_x),
@@ -84,7 +84,11 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   const int per_layer = s.route + s.update;
   // The last linear layer whose gradient is passed on, from the end: all, or all but those that only x would need.
   const int until = grad_x ? 0 : s.layer[0].grads ? 1 : s.route;
-  WeightStream<T, true> stream(s, shared + memory.slots, s.depth * per_layer - 1, until - 1, grad_x != nullptr);
+  const bool need = grad_x != nullptr;
+  auto* const plans = reinterpret_cast<LinearPlan<T, W>*>(shared + memory.plans);
+  for (int i = threadIdx.x; i < s.depth * per_layer; i += kStackThreads) plan_linear<true>(s, i, need, plans + i);
+  __syncthreads();
+  WeightStream<T, W, true> stream(plans, shared + memory.slots, s.depth * per_layer - 1, until - 1);
   const RowThread r(s);
   const int64_t copy = copy_of(s), row = copy * s.batch + r.at;  // in what all copies share
   const float penalty = grad_penalty && s.threshold >= 0.0f ? 2.0f * grad_penalty[copy] : 0.0f;
@@ -97,7 +101,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   for (int l = s.depth - 1; l >= 0; --l) {
     const int m = l ? s.layer[l - 1].n : s.m;
     const StackLayer<T> layer = layer_of(s, l, m);
-    const T* x = input_of(s, l);
+    const Blocks<T> x = input_of(s, l);
     const int features = m * s.d, values = layer.n * s.d, logits = m * layer.n;
     const bool need_x = l > 0 || grad_x;
     // Sections end where those of the linear layer at hand begin.
@@ -121,7 +125,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
           for (int j = i - 1; j >= s.route; --j) first -= s.batch * s.linear[l * per_layer + j].out;
           gate_row(s, layer.n, r, first - routed + r.at * values, saved + r.at * width, penalty, p);
           for (int f = r.lane; f < features; f += kThreadsOfRow) {
-            p.x[r.row * features + f] = r.inside ? widen(x[r.at * features + f]) : 0.0f;
+            p.x[r.row * features + f] = r.inside ? read_at(x, r.at * features + f) : 0.0f;
           }
         } else {
           __syncthreads();  // the gradients of routed are complete
@@ -150,30 +154,32 @@ __global__ void __launch_bounds__(kStackThreads, 1)
       float* const to = hidden(place - 1 + 2);
       const int below = s.linear[index].in;
       const float* activations = place ? saved - s.batch * below : nullptr;  // before the linear layer
-      linear_layer(stream, index, from, [&](int column, const float(&top)[2], const float(&bottom)[2]) {
+      linear_layer(stream, index, s.precise, from, to, [&](int first, float(&found)[2][2][2], float* at_first) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int i = 0; i < 4; ++i) {
+          const int half = i % 2, column = first + i / 2 * pairs_apart<true>;
+          float(&value)[2][2] = found[i / 2];
           const int row = static_cast<int>(threadIdx.x) % kWarp / 4 + 8 * half;
           const int64_t at = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
-          float value[2] = {half ? bottom[0] : top[0], half ? bottom[1] : top[1]};
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int f = column + j;
             const bool there = f < below;
             if (place) {
               if (!there || at >= s.batch) continue;
-              if (!(activations[at * below + f] > 0.0f)) value[j] *= static_cast<float>(kLeakySlope);
-              if (grads) grads[(at - s.batch) * below + f] = value[j];
+              if (!(activations[at * below + f] > 0.0f)) value[half][j] *= static_cast<float>(kLeakySlope);
+              if (grads) grads[(at - s.batch) * below + f] = value[half][j];
             } else if (update && f < values) {
-              p.routed[row * values + f] += value[j];
+              p.routed[row * values + f] += value[half][j];
             } else if (update && there && need_x) {
-              p.grad_x[row * features + f - values] = value[j];
+              p.grad_x[row * features + f - values] = value[half][j];
             } else if (!update && there) {
-              p.grad_x[row * features + f] += value[j];
+              p.grad_x[row * features + f] += value[half][j];
             }
           }
-          if (place) put(to, row, column, value[0], value[1]);
         }
+        if (place) put_at(at_first, found[0]);
+        if (place) put_at(at_first + pairs_apart<true>, found[1]);
       });
       if (update && place == 0) saved -= s.batch * values;
     }
@@ -185,29 +191,34 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     }
   }
   for (int f = r.lane; f < s.m * s.d && grad_x && r.inside; f += kThreadsOfRow) {
-    narrow(p.grad_x[r.row * s.m * s.d + f], grad_x + row * s.m * s.d + f);
+    const float value = p.grad_x[r.row * s.m * s.d + f];
+    const int64_t at = row * s.m * s.d + f;
+    if (s.x.wide) {
+      static_cast<float*>(grad_x)[at] = value;
+    } else {
+      narrow(value, static_cast<T*>(grad_x) + at);
+    }
   }
 }
 
 }  // namespace
 
-template <typename T>
-cudaError_t smfr_backward(const Stack<T>& stack, const T* grad_out, const float* grad_penalty, T* grad_x,
+template <typename T, typename W>
+cudaError_t smfr_backward(const Stack<T, W>& stack, const T* grad_out, const float* grad_penalty, void* grad_x,
                           float* tau_partials, cudaStream_t stream) {
   if (!stack_is_small(stack)) return cudaErrorInvalidValue;
   if (stack.batch == 0) return cudaSuccess;
   const StackMemory memory = stack_memory(stack, true);
   const unsigned tiles = blocks_for(stack.batch, kTileRows).x;
-  return for_copies(stack, [&](const Stack<T>& some, unsigned copies) {
-    return FASTMOD_LAUNCH_LARGE(stack_backward_kernel<T>, dim3(tiles, copies), kStackThreads, memory.bytes, stream,
-                                some, memory, grad_out, grad_penalty, grad_x, tau_partials);
+  return for_copies(stack, [&](const Stack<T, W>& some, unsigned copies) {
+    const auto kernel = stack_backward_kernel<T, W>;
+    return FASTMOD_LAUNCH_LARGE(kernel, dim3(tiles, copies), kStackThreads, memory.bytes, stream, some, memory, grad_out,
+                                grad_penalty, grad_x, tau_partials);
   });
 }
 
-#define FASTMOD_INSTANTIATE(T)                                                                             \
-  template cudaError_t smfr_backward<T>(const Stack<T>&, const T*, const float*, T*, float*, cudaStream_t);
-FASTMOD_INSTANTIATE(float)
-FASTMOD_INSTANTIATE(__half)
-FASTMOD_INSTANTIATE(__nv_bfloat16)
+#define FASTMOD_INSTANTIATE(T, W) \
+  template cudaError_t smfr_backward(const Stack<T, W>&, const T*, const float*, void*, float*, cudaStream_t);
+FASTMOD_INSTANTIATE_STACKS
 
 }  // namespace fastmod::cuda

@@ -4,7 +4,7 @@
 namespace fastmod::cuda::bindings {
 namespace {
 
-// Parameters and tensors of one layer, in the dtype of x; nothing is cast but a temperature that is not fp32.
+// Parameters and tensors of one layer; nothing is cast but a temperature that is not fp32.
 struct LayerTensors {
   MfnnrSizes sizes;
   RoutingArguments routing;
@@ -37,15 +37,15 @@ std::vector<int64_t> batch_and(const Tensor& x, std::initializer_list<int64_t> t
   return sizes;
 }
 
-template <typename T>
-Stack<T> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, bool context, double threshold,
-                  std::vector<LayerTensors>& kept) {
-  Stack<T> stack{};
+template <typename T, typename W>
+Stack<T, W> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, bool context, double threshold,
+                     std::vector<LayerTensors>& kept) {
+  Stack<T, W> stack{};
   const MfnnrSizes& first = kept[0].sizes;
   const int64_t copies = first.copies;
   stack.batch = first.batch;
   stack.copies = first.nets();
-  stack.x = data<T>(x);
+  stack.x = blocks_of<T>(x);
   stack.x_step = step_of(x, copies);
   stack.depth = static_cast<int>(layers.size());
   stack.m = static_cast<int>(first.in_blocks);
@@ -71,7 +71,7 @@ Stack<T> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, bool
       const Tensor &weight = kept[l].params[2 * i], &bias = kept[l].params[2 * i + 1];
       const bool joined = context && static_cast<int>(i) == stack.route;
       const int shared = (step_of(weight, copies) ? 0 : kSharedWeight) + (step_of(bias, copies) ? 0 : kSharedBias);
-      stack.linear[l * per_layer + i] = {data<T>(weight), data<T>(bias), static_cast<int>(weight.size(-2)),
+      stack.linear[l * per_layer + i] = {data<W>(weight), data<W>(bias), static_cast<int>(weight.size(-2)),
                                          static_cast<int>(weight.size(-1)),
                                          joined ? static_cast<int>(kept[l].sizes.routed()) : 0, shared};
     }
@@ -80,11 +80,11 @@ Stack<T> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, bool
 }
 
 std::vector<LayerTensors> tensors_of(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode,
-                                     bool context) {
+                                     bool context, const LowType& low) {
   std::vector<LayerTensors> result;
   Tensor input = x;  // only sizes are read off it
   for (const StackedLayer& layer : layers) {
-    const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context);
+    const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context, low);
     result.push_back({sizes, RoutingArguments(x, layer.tau, layer.tau_value, layer.seed, mode, sizes.copies),
                       contiguous(layer.route, layer.update, sizes.copies)});
     if (result.size() < layers.size()) {
@@ -94,11 +94,16 @@ std::vector<LayerTensors> tensors_of(const Tensor& x, const std::vector<StackedL
   return result;
 }
 
+// Calls run(T*, W*): element types of the stack and of its parameters.
 template <typename Run>
-void dispatch_narrow(at::ScalarType type, Run&& run) {
-  if (type == at::kHalf) return run(static_cast<__half*>(nullptr));
-  if (type == at::kBFloat16) return run(static_cast<__nv_bfloat16*>(nullptr));
-  run(static_cast<float*>(nullptr));
+void dispatch_stack(at::ScalarType type, const std::vector<StackedLayer>& layers, Run&& run) {
+  const auto with = [&](auto* pointer) {
+    dispatch_params<Element<decltype(pointer)>>(layers[0].route[0].scalar_type(),
+                                                [&](auto* param) { run(pointer, param); });
+  };
+  if (type == at::kHalf) return with(static_cast<__half*>(nullptr));
+  if (type == at::kBFloat16) return with(static_cast<__nv_bfloat16*>(nullptr));
+  with(static_cast<float*>(nullptr));
 }
 
 }  // namespace
@@ -130,18 +135,18 @@ bool stack_fits(const Tensor& x, const std::vector<StackedLayer>& layers) {
 }
 
 StackOutput stack_forward(const Tensor& x_, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
-                          double threshold, bool save) {
-  std::vector<LayerTensors> tensors = tensors_of(x_, layers, mode, context);
+                          double threshold, bool save, const LowType& low) {
+  std::vector<LayerTensors> tensors = tensors_of(x_, layers, mode, context, low);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
   const int64_t batch = tensors[0].sizes.batch, padded = (batch + kBatchTile - 1) / kBatchTile * kBatchTile;
   const int64_t copies = tensors[0].sizes.copies, nets = tensors[0].sizes.nets();
-  const auto wide = x_.options().dtype(at::kFloat);
+  const auto wide = x_.options().dtype(at::kFloat), own = x_.options().dtype(low.value_or(x_.scalar_type()));
   StackOutput found;
   for (const LayerTensors& layer : tensors) {
     const MfnnrSizes& s = layer.sizes;
-    found.outs.push_back(at::empty(batch_and(x_, {s.out_blocks, s.block}), x_.options()));
-    found.logits.push_back(at::empty(batch_and(x_, {s.in_blocks, s.out_blocks}), x_.options()));
-    found.gates.push_back(at::empty(batch_and(x_, {s.out_blocks}), x_.options()));
+    found.outs.push_back(at::empty(batch_and(x_, {s.out_blocks, s.block}), own));
+    found.logits.push_back(at::empty(batch_and(x_, {s.in_blocks, s.out_blocks}), own));
+    found.gates.push_back(at::empty(batch_and(x_, {s.out_blocks}), own));
     found.saved.push_back(at::empty(each_copy(copies, {save ? s.rows * padded : 0}), wide));
   }
   if (batch == 0) {
@@ -151,17 +156,17 @@ StackOutput stack_forward(const Tensor& x_, const std::vector<StackedLayer>& lay
   const Tensor x = contiguous(x_, copies);
   const Workspace space(x, {nets * stack_tiles(batch), nets});
   found.penalty = at::empty(each_copy(copies, {}), wide);
-  dispatch_narrow(x.scalar_type(), [&](auto* pointer) {
+  dispatch_stack(own.dtype().toScalarType(), layers, [&](auto* pointer, auto* param) {
     using T = Element<decltype(pointer)>;
-    Stack<T> stack = stack_of<T>(x, layers, context, threshold, tensors);
+    auto stack = stack_of<T, Element<decltype(param)>>(x, layers, context, threshold, tensors);
     for (size_t l = 0; l < layers.size(); ++l) {
       stack.layer[l].out = data<T>(found.outs[l]);
       stack.layer[l].logits = data<T>(found.logits[l]);
       stack.layer[l].gate = data<T>(found.gates[l]);
       stack.layer[l].saved = save ? data<float>(found.saved[l]) : nullptr;
     }
-    C10_CUDA_CHECK(cuda::smfr_forward<T>(stack, data<float>(found.penalty), data<float>(space.numbers),
-                                         data<unsigned>(space.tickets), stream()));
+    C10_CUDA_CHECK(cuda::smfr_forward(stack, data<float>(found.penalty), data<float>(space.numbers),
+                                      data<unsigned>(space.tickets), stream()));
   });
   return found;
 }
@@ -169,11 +174,12 @@ StackOutput stack_forward(const Tensor& x_, const std::vector<StackedLayer>& lay
 StackGrads stack_backward(const OptionalTensor& grad_out_, const OptionalTensor& grad_penalty_, const Tensor& x_,
                           const std::vector<StackedLayer>& layers, int64_t mode, bool context, double threshold,
                           const std::vector<Tensor>& inputs, const std::vector<Tensor>& saved, bool need_x,
-                          bool need_params) {
-  std::vector<LayerTensors> tensors = tensors_of(x_, layers, mode, context);
+                          bool need_params, const LowType& low) {
+  std::vector<LayerTensors> tensors = tensors_of(x_, layers, mode, context, low);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
   const int64_t batch = tensors[0].sizes.batch, copies = tensors[0].sizes.copies, nets = tensors[0].sizes.nets();
   const auto wide = x_.options().dtype(at::kFloat);
+  const auto type = low.value_or(x_.scalar_type());
   const bool zeros = batch == 0, need_taus = layers[0].tau.has_value();
   const auto made = [&](at::IntArrayRef sizes, const at::TensorOptions& options) {
     return zeros ? at::zeros(sizes, options) : at::empty(sizes, options);
@@ -200,28 +206,29 @@ StackGrads stack_backward(const OptionalTensor& grad_out_, const OptionalTensor&
     if (l == 0) continue;
     TORCH_CHECK_VALUE(inputs[l - 1].numel() == nets * batch * s.route_in(), "saved: expected the input of layer ", l,
                       ", got ", inputs[l - 1].sizes());
-    below.push_back(inputs[l - 1].to(x.scalar_type()).contiguous());
+    below.push_back(inputs[l - 1].to(type).contiguous());
   }
   const int64_t tiles = stack_tiles(batch);
   const int64_t count = nets * static_cast<int64_t>(layers.size()) * tiles;
   const Tensor partials = need_taus ? at::empty({count}, wide) : Tensor();
-  dispatch_narrow(x.scalar_type(), [&](auto* pointer) {
+  dispatch_stack(type, layers, [&](auto* pointer, auto* param) {
     using T = Element<decltype(pointer)>;
-    Stack<T> stack = stack_of<T>(x, layers, context, threshold, tensors);
+    using W = Element<decltype(param)>;
+    auto stack = stack_of<T, W>(x, layers, context, threshold, tensors);
     for (size_t l = 0; l < layers.size(); ++l) {
       stack.layer[l].out = l < below.size() ? data<T>(below[l]) : nullptr;
       stack.layer[l].saved = data<float>(activations[l]);
       stack.layer[l].grads = data<float>(grads[l]);
     }
-    C10_CUDA_CHECK(cuda::smfr_backward<T>(stack, data<T>(grad_out), data<float>(grad_penalty),
-                                          need_x ? data<T>(found.x) : nullptr, data<float>(partials), stream()));
+    C10_CUDA_CHECK(cuda::smfr_backward(stack, static_cast<const T*>(data<T>(grad_out)), data<float>(grad_penalty),
+                                       need_x ? found.x.data_ptr() : nullptr, data<float>(partials), stream()));
     for (int i = 0; i < stack.depth * (stack.route + stack.update); ++i) {
-      stack.linear[i].weight = need_params ? data<T>(found.params[2 * i]) : nullptr;
-      stack.linear[i].bias = need_params ? data<T>(found.params[2 * i + 1]) : nullptr;
+      stack.linear[i].weight = need_params ? data<W>(found.params[2 * i]) : nullptr;
+      stack.linear[i].bias = need_params ? data<W>(found.params[2 * i + 1]) : nullptr;
       stack.linear[i].shared = 0;
     }
     for (size_t l = 0; l < found.taus.size(); ++l) stack.layer[l].tau = data<float>(found.taus[l]);
-    C10_CUDA_CHECK(cuda::smfr_backward_weight<T>(stack, data<float>(partials), stream()));
+    C10_CUDA_CHECK(cuda::smfr_backward_weight(stack, data<float>(partials), stream()));
   });
   return found;
 }
@@ -229,7 +236,7 @@ StackGrads stack_backward(const OptionalTensor& grad_out_, const OptionalTensor&
 namespace {
 
 std::vector<StackedLayer> layers_of(const Tensor& x, TensorList params, int64_t fnn_tensors, TensorList taus,
-                                    TensorList seeds, bool context) {
+                                    TensorList seeds, bool context, const LowType& low) {
   check_smfr(params, fnn_tensors, taus, seeds);
   std::vector<StackedLayer> layers;
   Tensor input = x;  // only sizes are read off it
@@ -237,7 +244,7 @@ std::vector<StackedLayer> layers_of(const Tensor& x, TensorList params, int64_t 
   for (size_t at = 0, l = 0; at < params.size(); at += 2 * count, ++l) {
     layers.push_back({params.slice(at, count), params.slice(at + count, count),
                       taus.empty() ? OptionalTensor() : taus[l], 1.0, seeds.empty() ? OptionalTensor() : seeds[l]});
-    const MfnnrSizes sizes = check_mfnnr(input, layers[l].route, layers[l].update, context);
+    const MfnnrSizes sizes = check_mfnnr(input, layers[l].route, layers[l].update, context, low);
     TORCH_CHECK_VALUE(sizes.copies == copies_of(layers[0].route), "params: expected as many copies of each");
     input = x.new_empty({1}).expand(batch_and(x, {sizes.out_blocks, sizes.block}));
   }
@@ -258,15 +265,15 @@ size_t layers_together(const Tensor& x, const std::vector<StackedLayer>& layers)
 
 std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> smfr_forward(
     const Tensor& x_, TensorList params, int64_t fnn_tensors, TensorList taus, TensorList seeds, int64_t mode,
-    bool context, double threshold, bool save) {
-  const auto layers = layers_of(x_, params, fnn_tensors, taus, seeds, context);
+    bool context, double threshold, bool save, LowType low) {
+  const auto layers = layers_of(x_, params, fnn_tensors, taus, seeds, context, low);
   const size_t together = layers_together(x_, layers);
   Tensor x = x_, penalty;
   std::vector<Tensor> logits, gates, saved;
   for (size_t l = 0; l < layers.size(); l += together) {
     const std::vector<StackedLayer> some(layers.begin() + l,
                                          layers.begin() + std::min(layers.size(), l + together));
-    const StackOutput found = stack_or_layer_forward(x, some, mode, context, threshold, save);
+    const StackOutput found = stack_or_layer_forward(x, some, mode, context, threshold, save, low);
     penalty = penalty.defined() ? at::add(penalty, found.penalty) : found.penalty;
     logits.insert(logits.end(), found.logits.begin(), found.logits.end());
     gates.insert(gates.end(), found.gates.begin(), found.gates.end());
@@ -282,8 +289,8 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector
 std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                                   TensorList params, int64_t fnn_tensors, TensorList taus, TensorList seeds,
                                   int64_t mode, bool context, double threshold, TensorList saved, bool need_x,
-                                  bool need_params) {
-  const auto layers = layers_of(x, params, fnn_tensors, taus, seeds, context);
+                                  bool need_params, LowType low) {
+  const auto layers = layers_of(x, params, fnn_tensors, taus, seeds, context, low);
   TORCH_CHECK_VALUE(saved.size() == 2 * layers.size() - 1, "saved: expected ", 2 * layers.size() - 1,
                     " tensors of a forward with save = True, got ", saved.size());
   const size_t together = layers_together(x, layers);
@@ -299,7 +306,7 @@ std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const Optional
     }
     const StackGrads found =
         stack_or_layer_backward(grad, grad_penalty, first ? saved[2 * first - 1] : x, some, mode, context, threshold,
-                                inputs, kept, first > 0 || need_x, need_params);
+                                inputs, kept, first > 0 || need_x, need_params, low);
     grad = found.x;
     grad_taus.insert(grad_taus.begin(), found.taus.begin(), found.taus.end());
     grad_params.insert(grad_params.begin(), found.params.begin(), found.params.end());

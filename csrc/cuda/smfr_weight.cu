@@ -12,19 +12,19 @@ constexpr int kBuffer = kRowsStep * kPitch;
 
 __host__ __device__ inline int tiles_of(int size) { return (size + kTile - 1) / kTile; }
 
-template <typename T>
-__host__ __device__ inline int blocks_of(const StackLinear<T>& linear) {
+template <typename W>
+__host__ __device__ inline int blocks_of(const StackLinear<W>& linear) {
   return tiles_of(linear.out) * tiles_of(linear.in);
 }
 
-// Columns of a matrix [batch][width], of fp32 or of T.
+// Columns of a matrix [batch][width], of fp32 or what a layer reads.
 template <typename T>
 struct Columns {
   const float* wide;
-  const T* narrow;
+  Blocks<T> blocks;
   int width;
   __device__ float at(int64_t row, int column) const {
-    return wide ? wide[row * width + column] : widen(narrow[row * width + column]);
+    return wide ? wide[row * width + column] : read_at(blocks, row * width + column);
   }
 };
 
@@ -38,15 +38,16 @@ struct Factors {
   }
 };
 
-template <typename T>
-__device__ inline Factors<T> factors_of(const Stack<T>& s, int index) {
+template <typename T, typename W>
+__device__ inline Factors<T> factors_of(const Stack<T, W>& s, int index) {
   const int per_layer = s.route + s.update, l = index / per_layer, own = index - l * per_layer;
   const int m = l ? s.layer[l - 1].n : s.m;
   const StackLayer<T> layer = layer_of(s, l, m);
   const int values = layer.n * s.d;
-  const Columns<T> none{nullptr, nullptr, 0};
+  constexpr Blocks<T> kNone{nullptr, false};
+  const Columns<T> none{nullptr, kNone, 0};
   Columns<T> x{nullptr, input_of(s, l), m * s.d};
-  if constexpr (sizeof(T) == 4) x.wide = x.narrow;
+  if constexpr (sizeof(T) == 4) x.wide = static_cast<const float*>(x.blocks.first);
   const float *saved = layer.saved, *grads = layer.grads, *before = nullptr;  // before: what the layer at hand reads
   for (int i = 0; i < own; ++i) {
     const int64_t section = s.batch * s.linear[l * per_layer + i].out;
@@ -58,8 +59,8 @@ __device__ inline Factors<T> factors_of(const Stack<T>& s, int index) {
       saved += s.batch * values;
     }
   }
-  const StackLinear<T>& linear = s.linear[index];
-  Factors<T> f{{grads, nullptr, linear.out}, {before, nullptr, linear.in}, none, s.batch};
+  const StackLinear<W>& linear = s.linear[index];
+  Factors<T> f{{grads, kNone, linear.out}, {before, kNone, linear.in}, none, s.batch};
   if (own == 0) f.inputs = x;
   if (own == s.route) {
     f.inputs.width = values;
@@ -166,8 +167,8 @@ __device__ inline void multiply(const float* grads, const float* inputs, bool pr
   }
 }
 
-template <typename T>
-__device__ inline void sum_taus(const Stack<T>& s, int layer, const float* partials) {
+template <typename T, typename W>
+__device__ inline void sum_taus(const Stack<T, W>& s, int layer, const float* partials) {
   const int64_t tiles = (s.batch + kTileRows - 1) / kTileRows, copy = copy_of(s);
   float total = 0;
   partials += (copy * s.depth + layer) * tiles;
@@ -176,9 +177,9 @@ __device__ inline void sum_taus(const Stack<T>& s, int layer, const float* parti
   if (threadIdx.x == 0) s.layer[layer].tau[copy] = total;
 }
 
-template <typename T>
+template <typename T, typename W>
 __global__ void __launch_bounds__(kStackThreads, 1)
-    stack_weight_kernel(const __grid_constant__ Stack<T> s, int first_tau, const float* tau_partials) {
+    stack_weight_kernel(const __grid_constant__ Stack<T, W> s, int first_tau, const float* tau_partials) {
   int block = static_cast<int>(blockIdx.x);
   if (block >= first_tau) {
     sum_taus(s, block - first_tau, tau_partials);
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   FASTMOD_SHARED(float, memory, 4 * kBuffer);  // two buffers of each factor
   int index = 0;
   for (; block >= blocks_of(s.linear[index]); ++index) block -= blocks_of(s.linear[index]);
-  const StackLinear<T> linear = s.linear[index];
+  const StackLinear<W> linear = s.linear[index];
   const Factors<T> f = factors_of(s, index);
   const int across = tiles_of(linear.in), out0 = block / across * kTile, in0 = block % across * kTile;
   const auto buffer = [&](int64_t step, int which) { return memory + (step % 2 * 2 + which) * kBuffer; };
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     narrow(sum, bias_of(s, index) + out0 + bias_column);
   }
   if (half == 1 || !has_work) return;
-  T* const weight = weight_of(s, index);
+  W* const weight = weight_of(s, index);
 #pragma unroll
   for (int e = 0; e < 32; ++e) {
     const int o = out0 + out_at + e / 16 * 16 + e % 4 / 2 * 8 + lane / 4;
@@ -257,8 +258,8 @@ __global__ void __launch_bounds__(kStackThreads, 1)
 
 }  // namespace
 
-template <typename T>
-cudaError_t smfr_backward_weight(const Stack<T>& stack, const float* tau_partials, cudaStream_t stream) {
+template <typename T, typename W>
+cudaError_t smfr_backward_weight(const Stack<T, W>& stack, const float* tau_partials, cudaStream_t stream) {
   if (!stack_is_small(stack)) return cudaErrorInvalidValue;
   int blocks = 0;
   for (int i = 0; stack.linear[0].weight && i < stack.depth * (stack.route + stack.update); ++i) {
@@ -266,16 +267,15 @@ cudaError_t smfr_backward_weight(const Stack<T>& stack, const float* tau_partial
   }
   const int all = blocks + (tau_partials ? stack.depth : 0);
   if (stack.batch == 0 || all == 0) return cudaSuccess;
-  return for_copies(stack, [&](const Stack<T>& some, unsigned copies) {
-    return FASTMOD_LAUNCH(stack_weight_kernel<T>, dim3(static_cast<unsigned>(all), copies), kStackThreads, stream, some,
-                          blocks, tau_partials);
+  return for_copies(stack, [&](const Stack<T, W>& some, unsigned copies) {
+    const auto kernel = stack_weight_kernel<T, W>;
+    return FASTMOD_LAUNCH(kernel, dim3(static_cast<unsigned>(all), copies), kStackThreads, stream, some, blocks,
+                          tau_partials);
   });
 }
 
-#define FASTMOD_INSTANTIATE(T) \
-  template cudaError_t smfr_backward_weight<T>(const Stack<T>&, const float*, cudaStream_t);
-FASTMOD_INSTANTIATE(float)
-FASTMOD_INSTANTIATE(__half)
-FASTMOD_INSTANTIATE(__nv_bfloat16)
+#define FASTMOD_INSTANTIATE(T, W) \
+  template cudaError_t smfr_backward_weight(const Stack<T, W>&, const float*, cudaStream_t);
+FASTMOD_INSTANTIATE_STACKS
 
 }  // namespace fastmod::cuda

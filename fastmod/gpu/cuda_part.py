@@ -79,14 +79,19 @@ def readable(symbol: str) -> tuple[str, list[str | int]]:
 
 def _arguments(text: str) -> Iterator[str | int]:
     """Up to the E that closes them."""
+    last = ""
     while text and text[0] != "E":
         if number := re.match(r"L[a-z](\d+)E", text):
             yield int(number[1])
             text = text[number.end() :]
         elif named := re.match(r"\d+", text):
             end = named.end() + int(named[0])
-            yield text[named.end() : end]
+            last = text[named.end() : end]
+            yield last
             text = text[end:]
+        elif again := re.match(r"S\w?_", text):  # a name that stood there before
+            yield last
+            text = text[again.end() :]
         else:
             yield _TYPES.get(text[0], text[0])
             text = text[1:]

@@ -21,6 +21,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def in_dtype(dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast, or as they are for None."""
+    return tensors if dtype is None else tuple(t.to(dtype) for t in tensors)
+
+
 def shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 

@@ -71,10 +71,14 @@ def mfnnr(
             route, update = params[: len(route)], params[len(route) :]
             return reference(x, route, update, tau_tensor, tau_value, seed_value, code, context, limit)
     try:
+        low = None
         if backend.autocast_enabled(x.device.type):
-            x, *params = backend.lowered(x, *route, *update)
-            route, update = params[: len(route)], params[len(route) :]
-        found = _run(x, route, update, tau_tensor, tau_value, seed_value, code, context, limit, chosen == "triton")
+            low = None if chosen == "triton" else backend.rounded_by_kernel(x, *route, *update)
+            if low is None:
+                x, *params = backend.lowered(x, *route, *update)
+                route, update = params[: len(route)], params[len(route) :]
+        triton = chosen == "triton"
+        found = _run(x, route, update, tau_tensor, tau_value, seed_value, code, context, limit, triton, low)
     except Exception:
         _check(x, route, update, context)
         raise
@@ -174,6 +178,9 @@ def saved_rows(x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor]) -> 
     return sum(bias.shape[-1] for bias in [*route[1::2], *update[1::2]]) + route[-1].shape[-1] // m * d
 
 
+# `low` of a kernel: the autocast dtype. It rounds parameters and x, which are of it or of fp32, to that dtype as it
+# reads them, gives its results in it, and gradients in the dtypes of their tensors, those of fp32 without a rounding.
+#
 # Kernels and their fakes take the parameters of many nets at once too: with a dimension of copies in front, which x,
 # temperatures, seeds and all results then have as well.
 
@@ -189,8 +196,10 @@ def fake_forward(
     context: bool,
     threshold: float,
     save: bool,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _checks.one_device(x, *route, *update, tau)
+    dtype = x.dtype if low is None else low
     *batch, m, d = x.shape
     n = route[-1].shape[-1] // m
     wide = _checks.compute_dtype(x)
@@ -200,10 +209,10 @@ def fake_forward(
         elements = elements * size
     padded = (elements + BATCH_TILE - 1) // BATCH_TILE * BATCH_TILE
     return (
-        x.new_empty(*batch, n, d),
+        x.new_empty(*batch, n, d, dtype=dtype),
         x.new_empty(copies, dtype=wide),
-        x.new_empty(*batch, m, n),
-        x.new_empty(*batch, n),
+        x.new_empty(*batch, m, n, dtype=dtype),
+        x.new_empty(*batch, n, dtype=dtype),
         x.new_empty(*copies, padded * saved_rows(x, route, update) if save else 0, dtype=wide),
     )
 
@@ -223,6 +232,7 @@ def fake_backward(
     saved: Tensor,
     need_x: bool,
     need_params: bool,
+    low: torch.dtype | None = None,
 ) -> list[Tensor]:
     """``[grad x, grad tau, grads of route..., grads of update...]``; what is not needed is empty or left out."""
     wide = _checks.compute_dtype(x)
@@ -246,8 +256,9 @@ def _forward_rule(overload: Any) -> _autograd.Rule:
     over_copies = _autograd.over_copies(overload, 1)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        x, route, update, tau, tau_value, seed, mode, context, threshold, _ = arguments
-        if mode == MODES["gumbel"] or route[0].dim() > 2 or any(_autograd.batched(dim) for dim in in_dims[1:4]):
+        x, route, update, tau, tau_value, seed, mode, context, threshold, _, *low = arguments
+        copies = route[0].dim() > 2 or any(_autograd.batched(dim) for dim in in_dims[1:4])
+        if mode == MODES["gumbel"] or copies or any(low):
             return over_copies(info, in_dims, *arguments)
         wide = _checks.compute_dtype(x)  # the penalty is that of logits before they are rounded
         fronts = [
@@ -264,28 +275,29 @@ def _forward_rule(overload: Any) -> _autograd.Rule:
 #: out, penalty, routing logits, gate logits, activations for the backward (empty unless ``save``)
 FORWARD = _autograd.define(
     "mfnnr_forward(Tensor x, Tensor[] route, Tensor[] update, Tensor? tau, float tau_value, Tensor? seed, int mode, "
-    "bool context, float threshold, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool context, float threshold, bool save, ScalarType? low=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake_forward,
     _forward_rule,
 )
 BACKWARD = _autograd.define(
     "mfnnr_backward(Tensor? grad_out, Tensor? grad_penalty, Tensor x, Tensor[] route, Tensor[] update, Tensor? tau, "
     "float tau_value, Tensor? seed, int mode, bool context, float threshold, Tensor saved, bool need_x, "
-    "bool need_params) -> Tensor[]",
+    "bool need_params, ScalarType? low=None) -> Tensor[]",
     fake_backward,
     lambda overload: _autograd.over_copies(overload, 3),
 )
 
 
 class Mfnnr(_autograd.Op):
-    """``numbers``: triton, how many parameters are route's, tau_value, mode, context, threshold."""
+    """``numbers``: triton, how many parameters are route's, tau_value, mode, context, threshold, low."""
 
     @staticmethod
     def forward(
         numbers: tuple[Any, ...], x: Tensor, tau: Tensor | None, seed: Tensor | None, *params: Tensor
     ) -> tuple[Tensor, ...]:
-        triton, cut, tau_value, mode, context, threshold = numbers
-        return FORWARD[triton](x, params[:cut], params[cut:], tau, tau_value, seed, mode, context, threshold, True)
+        triton, cut, tau_value, mode, context, threshold, low = numbers
+        route, update = params[:cut], params[cut:]
+        return FORWARD[triton](x, route, update, tau, tau_value, seed, mode, context, threshold, True, low)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -342,12 +354,12 @@ def _by_kernel(
     *params: Tensor,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, tau and all parameters, of what is wanted."""
-    (triton, cut, tau_value, mode, context, threshold), (need_x, need_tau, need_params) = numbers
+    (triton, cut, tau_value, mode, context, threshold, low), (need_x, need_tau, need_params) = numbers
     if kept.numel() == 0:  # a batch of elements under vmap, or none
         return _by_reference(numbers, grad_out, grad_penalty, kept, x, tau, seed, *params)
     found = BACKWARD[triton](
         grad_out, grad_penalty, x, params[:cut], params[cut:], tau, tau_value, seed, mode, context, threshold,
-        kept, need_x, need_params,
+        kept, need_x, need_params, low,
     )  # fmt: skip
     if tau is not None:
         found[1] = found[1].to(tau.dtype)
@@ -361,9 +373,10 @@ def _by_reference(
     kept: Tensor,
     *inputs: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    (_, cut, tau_value, mode, context, threshold), (need_x, need_tau, need_params) = numbers
+    (_, cut, tau_value, mode, context, threshold, low), (need_x, need_tau, need_params) = numbers
 
     def plain(x: Tensor, tau: Tensor | None, seed: Tensor | None, *params: Tensor) -> tuple[Tensor, ...]:
+        x, *params = _checks.in_dtype(low, x, *params)
         result = reference(x, params[:cut], params[cut:], tau, tau_value, seed, mode, context, threshold)
         return with_gradient(result.out, result.penalty, grad_out, grad_penalty)[0]
 
@@ -404,7 +417,8 @@ def _run(
     context: bool,
     threshold: float,
     triton: bool,
+    low: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     if _autograd.wanted(x, *route, *update, tau):
-        return _node((triton, len(route), tau_value, mode, context, threshold), x, tau, seed, *route, *update)
-    return FORWARD[triton](x, route, update, tau, tau_value, seed, mode, context, threshold, False)[:4]
+        return _node((triton, len(route), tau_value, mode, context, threshold, low), x, tau, seed, *route, *update)
+    return FORWARD[triton](x, route, update, tau, tau_value, seed, mode, context, threshold, False, low)[:4]

@@ -67,9 +67,12 @@ def smfr(
         if chosen == "reference":
             with backend.reference_autocast(x, *params) as (x, *params):
                 return reference(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit)
+        low, triton = None, chosen == "triton"
         if backend.autocast_enabled(x.device.type):
-            x, *params = backend.lowered(x, *params)
-        found = _run(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit, chosen == "triton")
+            low = None if triton else backend.rounded_by_kernel(x, *params)
+            if low is None:
+                x, *params = backend.lowered(x, *params)
+        found = _run(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit, triton, low)
     except Exception:
         _check(x, layers, taus, seeds, context)
         raise
@@ -167,13 +170,14 @@ def fake_forward(
     context: bool,
     threshold: float,
     save: bool,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     _checks.one_device(x, *params, *taus)
     logits, gates, saved = [], [], []
     layers = _each_layer(params, fnn_tensors, taus, seeds)
     for i, (route, update, tau, seed) in enumerate(layers):
         x, penalty, logit, gate, activations = mfnnr_fake_forward(
-            x, route, update, tau, 1.0, seed, mode, context, threshold, save
+            x, route, update, tau, 1.0, seed, mode, context, threshold, save, low
         )
         logits.append(logit)
         gates.append(gate)
@@ -199,6 +203,7 @@ def fake_backward(
     saved: Sequence[Tensor],
     need_x: bool,
     need_params: bool,
+    low: torch.dtype | None = None,
 ) -> list[Tensor]:
     """``[grad x, grads of taus..., grads of params...]``; what is not needed is empty or left out."""
     grads = mfnnr_fake_backward(
@@ -215,9 +220,9 @@ def _forward_rule(overload: Any) -> _autograd.Rule:
     over_copies = _autograd.over_copies(overload, 1)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        x, params, fnn_tensors, taus, seeds, mode, context, threshold, _ = arguments
+        x, params, fnn_tensors, taus, seeds, mode, context, threshold, _, *low = arguments
         copies = params[0].dim() > 2 or _autograd.batched(in_dims[1]) or _autograd.batched(in_dims[3])
-        if mode == MODES["gumbel"] or copies:
+        if mode == MODES["gumbel"] or copies or any(low):
             return over_copies(info, in_dims, *arguments)
         wide = _checks.compute_dtype(x)
         out, _, logits, gates, kept = overload(
@@ -234,14 +239,14 @@ def _forward_rule(overload: Any) -> _autograd.Rule:
 #: saved: activations of layer 0, its output, activations of layer 1, ...
 FORWARD = _autograd.define(
     "smfr_forward(Tensor x, Tensor[] params, int fnn_tensors, Tensor[] taus, Tensor[] seeds, int mode, bool context, "
-    "float threshold, bool save) -> (Tensor, Tensor, Tensor[], Tensor[], Tensor[])",
+    "float threshold, bool save, ScalarType? low=None) -> (Tensor, Tensor, Tensor[], Tensor[], Tensor[])",
     fake_forward,
     _forward_rule,
 )
 BACKWARD = _autograd.define(
     "smfr_backward(Tensor? grad_out, Tensor? grad_penalty, Tensor x, Tensor[] params, int fnn_tensors, Tensor[] taus, "
-    "Tensor[] seeds, int mode, bool context, float threshold, Tensor[] saved, bool need_x, bool need_params) "
-    "-> Tensor[]",
+    "Tensor[] seeds, int mode, bool context, float threshold, Tensor[] saved, bool need_x, bool need_params, "
+    "ScalarType? low=None) -> Tensor[]",
     fake_backward,
     lambda overload: _autograd.over_copies(overload, 3),
 )
@@ -249,7 +254,7 @@ BACKWARD = _autograd.define(
 
 class Smfr(_autograd.Op):
     """``numbers``: triton, where parameters and seeds begin in ``tensors``, which are temperatures, parameters and
-    seeds, fnn_tensors, mode, context, threshold."""
+    seeds, fnn_tensors, mode, context, threshold, low."""
 
     @staticmethod
     def forward(numbers: tuple[Any, ...], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -278,9 +283,9 @@ class Smfr(_autograd.Op):
 
 
 def _kept_forward(numbers: tuple[Any, ...], x: Tensor, tensors: Sequence[Tensor]) -> Any:
-    triton, first, last, fnn_tensors, mode, context, threshold = numbers
+    triton, first, last, fnn_tensors, mode, context, threshold, low = numbers
     lists = tensors[first:last], fnn_tensors, tensors[:first], tensors[last:]
-    return FORWARD[triton](x, *lists, mode, context, threshold, True)
+    return FORWARD[triton](x, *lists, mode, context, threshold, True, low)
 
 
 class _SmfrAtOnce(torch.autograd.Function):
@@ -306,12 +311,12 @@ def _by_kernel(
 ) -> tuple[Tensor, ...]:
     """Gradients of x, temperatures and parameters, of what is wanted. What the forward kept comes after the ``count``
     tensors."""
-    (triton, first, last, fnn_tensors, mode, context, threshold), (need_x, _, need_params), count = numbers
+    (triton, first, last, fnn_tensors, mode, context, threshold, low), (need_x, _, need_params), count = numbers
     if len(tensors) == count:  # nothing was kept: a batch of elements under vmap
         return _by_reference(numbers, grad_out, grad_penalty, x, *tensors)
     found = BACKWARD[triton](
         grad_out, grad_penalty, x, tensors[first:last], fnn_tensors, tensors[:first], tensors[last:count],
-        mode, context, threshold, tensors[count:], need_x, need_params,
+        mode, context, threshold, tensors[count:], need_x, need_params, low,
     )  # fmt: skip
     for i in range(first):
         found[1 + i] = found[1 + i].to(tensors[i].dtype)
@@ -321,11 +326,11 @@ def _by_kernel(
 def _by_reference(
     numbers: tuple[Any, ...], grad_out: Tensor | None, grad_penalty: Tensor | None, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    (_, first, last, fnn_tensors, mode, context, threshold), (need_x, _, need_params), count = numbers
+    (_, first, last, fnn_tensors, mode, context, threshold, low), (need_x, _, need_params), count = numbers
 
     def plain(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        lists = tensors[first:last], fnn_tensors, tensors[:first], tensors[last:]
-        result = reference(x, *lists, mode, context, threshold)
+        x, *params = _checks.in_dtype(low, x, *tensors[first:last])
+        result = reference(x, params, fnn_tensors, tensors[:first], tensors[last:], mode, context, threshold)
         return with_gradient(result.out, result.penalty, grad_out, grad_penalty)[0]
 
     grads = with_gradient(None, None, grad_out, grad_penalty)[1]
@@ -358,10 +363,11 @@ def _run(
     context: bool,
     threshold: float,
     triton: bool,
+    low: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     """``(out, penalty, *logits, *gates)``"""
     if _autograd.wanted(x, *params, *taus):
-        numbers = triton, len(taus), len(taus) + len(params), fnn_tensors, mode, context, threshold
+        numbers = triton, len(taus), len(taus) + len(params), fnn_tensors, mode, context, threshold, low
         return _node(numbers, x, *taus, *params, *seeds)
-    found = FORWARD[triton](x, params, fnn_tensors, taus, seeds, mode, context, threshold, False)
+    found = FORWARD[triton](x, params, fnn_tensors, taus, seeds, mode, context, threshold, False, low)
     return found[0], found[1], *found[2], *found[3]

@@ -156,6 +156,7 @@ def test_tensor_core_instructions_are_counted(tmp_path: Path) -> None:
         # The 24 of the hash, read as a length, would end where the kernel's name does.
         ("_ZN7fastmod4cuda46_GLOBAL__N__abab8c22_8_mfnnr_cu_9d24e545_2148212route_kernelIfEEvPKT_", ["float"]),
         ("_ZN1a12route_kernelI13__nv_bfloat16Li4EEEvPKT_", ["__nv_bfloat16", 4]),
+        ("_ZN1a12route_kernelI13__nv_bfloat16S1_fEEvPKT_", ["__nv_bfloat16", "__nv_bfloat16", "float"]),
         ("_ZN1a12route_kernelI6__halfLb1EdEEvPKT_", ["__half", 1, "double"]),
         ("_ZN1a12route_kernelEPf", []),
         ("_Z12route_kernelPf", []),

@@ -48,18 +48,20 @@ def test_launches_of_plain_pytorch(row: launch_table.Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["mfnnr 5 to 4 D196 h400 B128", "smfr 6 to 5 D10 w8 d3 h100 B128"])
-def test_autocast_casts_all_parameters_in_one_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_autocast_casts_nothing(name: str) -> None:
+    """The launches are those of a model in bf16, of which some read fp32."""
     shape = shapes.find(name)
 
     def under_autocast(tensors: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return shape.call(tensors)
 
-    monkeypatch.setattr(fastmod.backend, "CAST_TOGETHER", {"cpu"})  # as on a GPU
     found = recorder.record(dataclasses.replace(shape, call=under_autocast))
     expected = recorder.record(shape, torch.bfloat16)
     for half, alone in zip(found, expected, strict=True):
-        assert [each.name for each in half] == [*(each.name for each in alone), "aten::_foreach_copy_"]
+        plain = [each.name.replace("<__nv_bfloat16,float>", "<__nv_bfloat16,__nv_bfloat16>") for each in half]
+        assert plain == [each.name for each in alone]
+    assert all("bfloat16" in each.name for half in found for each in half)
 
 
 def test_casts_together_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

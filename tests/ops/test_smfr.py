@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmod
 from fastmod import ops
@@ -96,6 +97,57 @@ def test_stacks_in_one_launch(backend: backends.Backend, batch: int, options: di
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reduced_precision_in_one_launch(backend: backends.Backend, dtype: torch.dtype) -> None:
     assert_agrees(call(), lambda: [t.to(dtype) for t in draw(9)])
+
+
+@pytest.mark.parametrize("backend", backends.parameters("triton", "cuda-triton"), indirect=True)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("hidden", "wide"), [(12, "all"), (12, "params"), (12, "x"), (130, "all"), (130, "params")])
+def test_autocast_casts_nothing(backend: backends.Backend, low: torch.dtype, hidden: int, wide: str) -> None:
+    """Kernels round what they read: results are those of casts, and so are gradients before they were rounded."""
+    with torch.random.fork_rng():
+        x, *rest = draw(19, 4, hidden, counts=(3, 4, 2))
+    x, taus, params = x if wide != "params" else x.to(low), rest[:2], rest[2:]
+    params = params if wide != "x" else [p.to(low) for p in params]
+    found = []
+    for tensors in ([x, *taus, *params], [x.to(low), *taus, *[p.to(low) for p in params]]):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        with torch.autocast(x.device.type, low), Casts() as casts:
+            out, penalty = call(2)(*leaves)
+        assert casts.seen == []
+        grads = torch.autograd.grad((out.float().sin().sum() + penalty), leaves)
+        assert [g.dtype for g in grads] == [t.dtype for t in tensors]
+        found.append([out, penalty, *[g.to(low) for g in grads]])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+class Casts(TorchDispatchMode):
+    """Ops of torch that change a dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten._foreach_copy_):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_second_derivative_under_autocast() -> None:
+    """Of what the kernels rounded: as that of casts, up to the rounding of gradients."""
+    found = []
+    for cast in (False, True):
+        torch.manual_seed(0)
+        leaves = [t.requires_grad_() for t in draw(5, counts=(3, 2))]
+        with torch.autocast("cpu", torch.bfloat16):
+            tensors = [leaves[0].bfloat16(), leaves[1], *[t.bfloat16() for t in leaves[2:]]] if cast else leaves
+            out, penalty = call(1)(*tensors)
+        grads = torch.autograd.grad(out.float().sin().sum() + penalty, leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.float().square().sum() for g in grads), leaves))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * theirs.abs().max().item())
 
 
 @pytest.mark.interpreted

@@ -221,7 +221,7 @@ cudaError_t run_stack(const Call& c) {
   const auto section = [&] { return c.at<float>(buffer++); };
   const auto tensor = [&] { return c.at<T>(buffer++); };
   Stack<T> s{};
-  s.x = tensor();
+  s.x = {tensor(), false};
   s.batch = next();
   s.copies = next();
   for (int* size : {&s.m, &s.d, &s.depth, &s.route, &s.update, &s.mode}) *size = next();
@@ -266,7 +266,7 @@ cudaError_t run_mfnnr(const Call& c) {
   using C = Compute<T>;
   const auto number = [&](size_t i) { return static_cast<int>(c.ints.at(i)); };
   const auto joined = [&](size_t buffer, size_t sizes) {
-    return Joined<T>{c.at<C>(buffer), c.at<T>(buffer + 1), number(sizes), number(sizes + 1)};
+    return Joined<T>{c.at<C>(buffer), {c.at<T>(buffer + 1), false}, number(sizes), number(sizes + 1)};
   };
   const auto threshold = [&](size_t i) { return static_cast<C>(c.floats.at(i)); };
   if (c.name == "mfnnr_linear") {
@@ -280,7 +280,8 @@ cudaError_t run_mfnnr(const Call& c) {
                                     nullptr);
   }
   if (c.name == "mfnnr_route") {
-    return mfnnr_route<T>(c.at<T>(0), c.at<C>(1), c.at<C>(2), c.at<C>(3), routing<C>(c, 4, 4), c.shape(), nullptr);
+    return mfnnr_route<T>({c.at<T>(0), false}, c.at<C>(1), c.at<C>(2), c.at<C>(3), routing<C>(c, 4, 4), c.shape(),
+                          nullptr);
   }
   if (c.name == "mfnnr_gate") {
     return with_scratch<C>({0, 1}, [&](C*, unsigned* ticket) {
@@ -293,7 +294,7 @@ cudaError_t run_mfnnr(const Call& c) {
                                   c.shape(), nullptr);
   }
   if (c.name == "mfnnr_route_backward") {
-    return mfnnr_route_backward<T>(c.at<C>(0), c.at<T>(1), c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5),
+    return mfnnr_route_backward<T>(c.at<C>(0), {c.at<T>(1), false}, c.at<C>(2), c.at<C>(3), c.at<C>(4), c.at<C>(5),
                                    number(6) != 0, c.at<C>(6), routing<C>(c, 4, 7), c.at<C>(9), threshold(1), c.shape(),
                                    nullptr);
   }
