@@ -24,14 +24,14 @@ from fastmod.kernels._common import (
     temperature,
     uniform,
 )
-from fastmod.kernels._images import power, precision, product
+from fastmod.kernels._images import power, precision, product, rounded
 from torch import Tensor
 
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.mfnnr import LEAKY_SLOPE
 
 SLOPE = tl.constexpr(LEAKY_SLOPE)
-#: Hidden layers up to this width are served here, wider ones by torch's GEMMs, layer by layer.
+#: Hidden layers up to this width are served here, wider ones layer by layer, see mfnnr.py.
 FUSED_HIDDEN = 128
 #: Blocks that a layer may read: the scores of a column are one tile.
 MOST_BLOCKS = 1024
@@ -191,6 +191,51 @@ def fnn_backward(
             tl.debug_barrier()
             grads_ptr = to_ptr
     return grads_ptr
+
+
+@triton.jit
+def weight_gradient(
+    grad_ptr, below_ptr, beside_ptr, dweight_ptr, dbias_ptr, tile, B, outputs, inputs, kept, BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Tile ``tile`` of the gradient of a weight ``[outputs, inputs]``, from that of its layer's results; the first
+    ``kept`` inputs lie at ``below_ptr``, the others at ``beside_ptr``. Programs of the first columns have the bias as
+    well. Tiles beyond the last do nothing."""
+    across = tl.cdiv(inputs, BLOCK_I)
+    if tile < across * tl.cdiv(outputs, BLOCK_O):
+        o = tile // across * BLOCK_O + tl.arange(0, BLOCK_O)
+        i = tile % across * BLOCK_I + tl.arange(0, BLOCK_I)
+        total = tl.zeros([BLOCK_O, BLOCK_I], CT)
+        of_bias = tl.zeros([BLOCK_O], CT)
+        for start in range(0, B, BLOCK_B):
+            row = start + tl.arange(0, BLOCK_B).to(tl.int64)
+            there = (row < B)[:, None]
+            grad = tl.load(
+                grad_ptr + (row * outputs)[:, None] + o[None, :], mask=there & (o < outputs)[None, :], other=0.0
+            )
+            below = tl.load(below_ptr + (row * kept)[:, None] + i[None, :], mask=there & (i < kept)[None, :], other=0.0)
+            beside = tl.load(
+                beside_ptr + (row * (inputs - kept))[:, None] + (i - kept)[None, :],
+                mask=there & ((i >= kept) & (i < inputs))[None, :], other=0.0,
+            )  # fmt: skip
+            source = tl.where((i < kept)[None, :], below, beside.to(CT))
+            total += product(tl.trans(grad), source, tl.zeros([BLOCK_O, BLOCK_I], CT), PRECISION)
+            of_bias += tl.sum(grad, axis=0)
+        at = tl.cast(o, tl.int64)[:, None] * inputs + i[None, :]
+        total = rounded(total, dweight_ptr.dtype.element_ty)
+        tl.store(dweight_ptr + at, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
+        if tile % across == 0:
+            tl.store(dbias_ptr + o, rounded(of_bias, dbias_ptr.dtype.element_ty), mask=o < outputs)
+
+
+@triton.jit
+def sum_of(ptr, count, step, BLOCK: tl.constexpr, CT: tl.constexpr):
+    """Of ``count`` numbers that are ``step`` apart, in a fixed order."""
+    found = tl.zeros([BLOCK], CT)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        found += tl.load(ptr + i.to(tl.int64) * step, mask=i < count, other=0.0)
+    return tl.sum(found, axis=0)
 
 
 # ---- Routing. Rows are (b, n), the columns of their tiles the M blocks.

@@ -13,7 +13,6 @@ from fastmod.kernels._images import rounded
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
-from fastmod.ops._checks import compute_dtype
 
 
 @triton.jit
@@ -110,6 +109,10 @@ def backward_kernel(
     )  # fmt: skip
 
 
+def programs(rows: int, d: int, wide: tl.dtype) -> int:
+    return triton.cdiv(rows, row_tile(d, wide)["BLOCK_R"])
+
+
 def launch_forward(
     x: Tensor,
     new: Tensor,
@@ -118,22 +121,19 @@ def launch_forward(
     *,
     copy: Tensor | None = None,
     threshold: float = 0.0,
-    penalty: bool = False,
-) -> Tensor | None:
+    partials: Tensor | None = None,
+) -> None:
     """``out [B, N, D]`` from contiguous ``x [B, N, D]``; ``new [B, N*D]`` and ``gate [B, N]`` dense but for the batch
-    stride. Returns the penalty's partials."""
+    stride. ``partials``, of :func:`programs`, receives those of the penalty."""
     batch, n, d = x.shape
     wide = compute_type(x)
     tile = row_tile(d, wide)
-    programs = triton.cdiv(batch * n, tile["BLOCK_R"])
-    partials = x.new_empty(programs, dtype=compute_dtype(x)) if penalty else None
     with guard(x):
-        forward_kernel[(programs,)](
+        forward_kernel[(programs(batch * n, d, wide),)](
             x_ptr=x, new_ptr=new, gate_ptr=gate, out_ptr=out, copy_ptr=copy, partials_ptr=partials,
             new_stride=new.stride(0), gate_stride=gate.stride(0), threshold=threshold, R=batch * n, N=n, D=d,
-            PENALTY=penalty, CT=wide, **tile, **OPTIONS,
+            PENALTY=partials is not None, CT=wide, **tile, **OPTIONS,
         )  # fmt: skip
-    return partials
 
 
 def launch_backward(

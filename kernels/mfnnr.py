@@ -1,6 +1,8 @@
 """Triton kernels and launchers of ``mfnnr``: a stack of one layer, see smfr.py, or one with wider hidden layers.
 
-Wider: torch's GEMMs, and the pointwise kernels of the other ops around them.
+Wider, and fp64: a launch for each linear layer, forward with bias and LeakyReLU at its end, backward with the slope, or
+with what is added, at its end; one for the gradients of all weights and biases and of the temperature; and those of
+routing and gate, which the other ops have. Parameters and x are widened as they are loaded, activations are fp32.
 
 `saved`: sections, each ``[B, width]``, in the order route hidden 0.., logits, routed, update hidden 0.., new and gate.
 """
@@ -8,43 +10,120 @@ Wider: torch's GEMMs, and the pointwise kernels of the other ops around them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from fastmod.kernels import gated_residual, multiplex, smfr
-from fastmod.kernels._common import OPTIONS, guard
+from fastmod.kernels._common import OPTIONS, compute_type, guard
+from fastmod.kernels._images import IEEE, TF32_THRICE, rounded
+from fastmod.kernels._stack import SLOPE, TRITON_TYPES, accumulate, finish, kind, sum_of, weight_gradient
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype
-from fastmod.ops.mfnnr import BATCH_TILE, LEAKY_SLOPE, NO_PENALTY, saved_rows
+from fastmod.ops.mfnnr import BATCH_TILE, NO_PENALTY, saved_rows
 from fastmod.ops.multiplex import MODES
 
-SLOPE = tl.constexpr(LEAKY_SLOPE)
-LEAKY_BLOCK = 1024
+#: Programs that a large GPU needs: where large tiles make fewer, small ones are taken.
+ENOUGH = 128
+LARGE = {"BLOCK_B": 64, "BLOCK_O": 64, "BLOCK_K": 16}
+SMALL = {"BLOCK_B": 16, "BLOCK_O": 32, "BLOCK_K": 32}
+WEIGHT_TILE = {"BLOCK_O": 32, "BLOCK_I": 64, "BLOCK_B": 32, "BLOCK_T": 128}
+WEIGHT_TILE_FP64 = {"BLOCK_O": 16, "BLOCK_I": 32, "BLOCK_B": 16, "BLOCK_T": 128}
+#: Linear layers of a launch for their gradients: each has five pointers among its arguments.
+MOST_LINEARS = 64
 
 
-@triton.jit
-def leaky(t):
-    return tl.where(t > 0, t, t * SLOPE)
+@triton.jit(do_not_specialize=["B"])
+def linear_kernel(
+    in_ptr, context_ptr, weight_ptr, bias_ptr, out_ptr, B: tl.int64, inputs: tl.int32, context: tl.int32,
+    outputs: tl.int32, HIDDEN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """``out = [in ; context] @ weight.T + bias``, and LeakyReLU of a HIDDEN layer."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    acc = accumulate(
+        tl.zeros([BLOCK_B, BLOCK_O], CT), in_ptr, weight_ptr, rows, rows < B, o, inputs, outputs, inputs + context,
+        False, BLOCK_K, PRECISION, CT,
+    )  # fmt: skip
+    if context_ptr is not None:
+        acc = accumulate(
+            acc, context_ptr, weight_ptr + inputs, rows, rows < B, o, context, outputs, inputs + context, False,
+            BLOCK_K, PRECISION, CT,
+        )  # fmt: skip
+    finish(acc, bias_ptr, out_ptr, rows, rows < B, o, outputs, HIDDEN, CT)
 
 
-@triton.jit
-def leaky_kernel(t_ptr, SIZE: tl.int64, BLOCK: tl.constexpr):
-    """LeakyReLU in place."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(t_ptr + i, leaky(tl.load(t_ptr + i, mask=i < SIZE)), mask=i < SIZE)
+@triton.jit(do_not_specialize=["B"])
+def linear_backward_kernel(
+    grad_ptr, weight_ptr, base_ptr, hidden_ptr, to_ptr, rest_ptr, B: tl.int64, outputs: tl.int32, columns: tl.int32,
+    rest: tl.int32, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    CT: tl.constexpr,
+):  # fmt: skip
+    """``grad @ weight``: the first ``columns`` of it, plus ``base``, through the LeakyReLU that made ``hidden``, if
+    these are given; the ``rest`` to ``rest_ptr``, if it is."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    c = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    acc = accumulate(
+        tl.zeros([BLOCK_B, BLOCK_O], CT), grad_ptr, weight_ptr, rows, rows < B, c, outputs, columns + rest,
+        columns + rest, True, BLOCK_K, PRECISION, CT,
+    )  # fmt: skip
+    at = rows[:, None] * columns + c[None, :]
+    there = (rows < B)[:, None] & (c < columns)[None, :]
+    if rest_ptr is not None:
+        beyond = (rows < B)[:, None] & ((c >= columns) & (c < columns + rest))[None, :]
+        tl.store(rest_ptr + rows[:, None] * rest + (c - columns)[None, :], acc, mask=beyond)
+    if base_ptr is not None:
+        acc += tl.load(base_ptr + at, mask=there, other=0.0).to(CT)
+    if hidden_ptr is not None:
+        acc = tl.where(tl.load(hidden_ptr + at, mask=there, other=0.0) > 0, acc, acc * SLOPE)
+    tl.store(to_ptr + at, rounded(acc, to_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit
-def leaky_backward_kernel(grad_ptr, hidden_ptr, SIZE: tl.int64, BLOCK: tl.constexpr):
-    """``grad`` in place, from the layer's output, which has the sign of its input."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(grad_ptr + i, mask=i < SIZE)
-    h = tl.load(hidden_ptr + i, mask=i < SIZE)
-    tl.store(grad_ptr + i, tl.where(h > 0, g, g * SLOPE), mask=i < SIZE)
+@triton.jit(do_not_specialize=["B", "parts"])
+def weights_kernel(
+    grads, below, beside_ptr, dweights, dbiases, dtaus_ptr, dtau_ptr, B: tl.int64, parts: tl.int32,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, KEPT: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Grid axis 1: linear layers, one entry each in the tuples, then the temperature; axis 0: tiles of a weight, each
+    summed over the batch by one program. Inputs: the first KEPT at ``below``, the others x."""
+    linear = tl.program_id(1)
+    if linear < len(OUTPUTS):
+        # Triton cannot index a tuple by what it computes, but choose among its entries.
+        grad_at = grads[0].to(tl.int64)
+        below_at = below[0].to(tl.int64)
+        dweight_at = dweights[0].to(tl.int64)
+        dbias_at = dbiases[0].to(tl.int64)
+        outputs = tl.full([], OUTPUTS[0], tl.int32)
+        inputs = tl.full([], INPUTS[0], tl.int32)
+        kept = tl.full([], KEPT[0], tl.int32)
+        for i in tl.static_range(1, len(OUTPUTS)):
+            own = linear == i
+            grad_at = tl.where(own, grads[i].to(tl.int64), grad_at)
+            below_at = tl.where(own, below[i].to(tl.int64), below_at)
+            dweight_at = tl.where(own, dweights[i].to(tl.int64), dweight_at)
+            dbias_at = tl.where(own, dbiases[i].to(tl.int64), dbias_at)
+            outputs = tl.where(own, OUTPUTS[i], outputs)
+            inputs = tl.where(own, INPUTS[i], inputs)
+            kept = tl.where(own, KEPT[i], kept)
+        weight_gradient(
+            grad_at.to(tl.pointer_type(CT)), below_at.to(tl.pointer_type(CT)), beside_ptr,
+            dweight_at.to(tl.pointer_type(DT)), dbias_at.to(tl.pointer_type(DT)), tl.program_id(0), B, outputs, inputs,
+            kept, BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, CT,
+        )  # fmt: skip
+    elif dtau_ptr is not None:
+        if tl.program_id(0) == 0:
+            total = tl.zeros([], CT)
+            if dtaus_ptr is not None:
+                total = sum_of(dtaus_ptr, parts, 1, BLOCK_T, CT)
+            tl.store(dtau_ptr, total)
+
+
+# ---- Launchers
 
 
 class Sections(NamedTuple):
@@ -65,22 +144,37 @@ def sections(saved: Tensor, x: Tensor, route: Sequence[Tensor], update: Sequence
     return Sections(views[:layers], views[layers], views[layers + 1 :])
 
 
-def _fnn_wide(inputs: Sequence[Tensor], params: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """The layers as GEMMs; the first reads ``inputs`` side by side, without joining them."""
+def tile(batch: int, columns: int, wide: tl.dtype) -> dict[str, int]:
+    """Of a linear layer's launch."""
+    few = triton.cdiv(batch, LARGE["BLOCK_B"]) * triton.cdiv(columns, LARGE["BLOCK_O"]) < ENOUGH
+    return SMALL if few or wide == tl.float64 else LARGE
+
+
+def _launch(kernel: Any, batch: int, width: int, x: Tensor, **arguments: Any) -> None:
+    """``width`` columns of all rows; ``x`` tells device and precision."""
+    sizes = tile(batch, width, compute_type(x))
+    with guard(x):
+        kernel[(triton.cdiv(batch, sizes["BLOCK_B"]), triton.cdiv(width, sizes["BLOCK_O"]))](
+            B=batch, PRECISION=precision_of(x), CT=compute_type(x), **arguments, **sizes, **OPTIONS
+        )
+
+
+def precision_of(x: Tensor) -> int:
+    return IEEE if x.dtype == torch.float64 else kind(x)
+
+
+def _fnn(inputs: Tensor, context: Tensor | None, params: Sequence[Tensor], outs: Sequence[Tensor], x: Tensor) -> None:
+    """An FNN whose first layer reads ``[inputs ; context]``."""
     for i, out in enumerate(outs):
-        weights = params[2 * i].split([t.shape[1] for t in inputs], dim=1)
-        torch.addmm(params[2 * i + 1], inputs[0], weights[0].t(), out=out)
-        for more, weight in zip(inputs[1:], weights[1:], strict=True):
-            out.addmm_(more, weight.t())
-        if i < len(outs) - 1:
-            with guard(out):
-                leaky_kernel[(triton.cdiv(out.numel(), LEAKY_BLOCK),)](
-                    t_ptr=out, SIZE=out.numel(), BLOCK=LEAKY_BLOCK, **OPTIONS
-                )
-        inputs = [out]
+        _launch(
+            linear_kernel, out.shape[0], out.shape[1], x, in_ptr=inputs, context_ptr=context, weight_ptr=params[2 * i],
+            bias_ptr=params[2 * i + 1], out_ptr=out, inputs=inputs.shape[1],
+            context=0 if context is None else context.shape[1], outputs=out.shape[1], HIDDEN=i < len(outs) - 1,
+        )  # fmt: skip
+        inputs, context = out, None
 
 
-def _forward_wide(
+def _forward_by_layers(
     x: Tensor,
     route: Sequence[Tensor],
     update: Sequence[Tensor],
@@ -95,29 +189,23 @@ def _forward_wide(
     logits: Tensor,
     gate: Tensor,
 ) -> Tensor | None:
-    """GEMMs and pointwise kernels; returns the penalty's partials."""
+    """Returns the penalty's partials."""
     batch, m, d = x.shape
     n = out.shape[1]
-    penalty = threshold != NO_PENALTY
-    x, route, update = _widen(x, route, update)
     flat = x.view(batch, m * d)
-    _fnn_wide([flat], route, cut.route)
-    first = multiplex.launch_forward(
+    _fnn(flat, None, route, cut.route, x)
+    of_gates = gated_residual.programs(batch * n, d, compute_type(x))
+    partials = multiplex.launch_forward(
         x, cut.route[-1].view(batch, m, n), cut.routed, tau, tau_value, seed, mode,
-        copy=logits, threshold=threshold, penalty=penalty,
+        copy=logits, threshold=threshold, penalty=threshold != NO_PENALTY, more=of_gates,
     )  # fmt: skip
-    _fnn_wide([cut.routed, flat] if context else [cut.routed], update, cut.update)
+    _fnn(cut.routed, flat if context else None, update, cut.update, x)
     new, raw_gate = cut.update[-1].split([n * d, n], dim=1)
-    second = gated_residual.launch_forward(
-        cut.routed.view(batch, n, d), new, raw_gate, out, copy=gate, threshold=threshold, penalty=penalty
-    )
-    return None if first is None or second is None else torch.cat([first, second])
-
-
-def _widen(x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Everything in the compute dtype, for torch's GEMMs; the fused kernels widen as they load."""
-    wide = compute_dtype(x)
-    return x.to(wide), [p.to(wide) for p in route], [p.to(wide) for p in update]
+    gated_residual.launch_forward(
+        cut.routed.view(batch, n, d), new, raw_gate, out, copy=gate, threshold=threshold,
+        partials=None if partials is None else partials[-of_gates:],
+    )  # fmt: skip
+    return partials
 
 
 @torch.no_grad()
@@ -150,7 +238,7 @@ def mfnnr_forward(
     saved = x.new_empty(padded * saved_rows(x, route, update), dtype=wide)
     blocks = x.contiguous().view(batch, m, d)
     route, update = [p.contiguous() for p in route], [p.contiguous() for p in update]
-    partials = _forward_wide(
+    partials = _forward_by_layers(
         blocks, route, update, tau, tau_value, seed, mode, context, threshold,
         sections(saved, blocks, route, update), out.view(batch, n, d), logits.view(batch, m, n), gate.view(batch, n),
     )  # fmt: skip
@@ -158,26 +246,60 @@ def mfnnr_forward(
     return out, penalty, logits, gate, saved if save else x.new_empty(0, dtype=wide)
 
 
-def _fnn_backward(
-    grad: Tensor, inputs: Sequence[Tensor], params: Sequence[Tensor], outs: Sequence[Tensor], need_params: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """grad ``[B, out]`` of an FNN -> the gradient at the first layer's output, and of the parameters if needed."""
-    grads: list[Tensor] = []
-    for i in reversed(range(len(outs))):
-        sources = [outs[i - 1]] if i else inputs
-        if need_params:
-            dweight = grad.new_empty(params[2 * i].shape)
-            for source, part in zip(sources, dweight.split([t.shape[1] for t in sources], dim=1), strict=True):
-                torch.mm(grad.t(), source, out=part)
-            grads[:0] = [dweight, grad.sum(0)]
-        if i:
-            hidden = outs[i - 1]
-            grad = grad @ params[2 * i]
-            with guard(grad):
-                leaky_backward_kernel[(triton.cdiv(grad.numel(), LEAKY_BLOCK),)](
-                    grad_ptr=grad, hidden_ptr=hidden, SIZE=grad.numel(), BLOCK=LEAKY_BLOCK, **OPTIONS
-                )
-    return grad, grads
+def _fnn_backward(grad: Tensor, params: Sequence[Tensor], outs: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """grad ``[B, out]`` of an FNN -> the gradients of its layers' results, the first one's first."""
+    grads = [grad]
+    for i in reversed(range(1, len(outs))):
+        grads.insert(0, torch.empty_like(outs[i - 1]))
+        _through(grads[1], params[2 * i], grads[0], x, hidden=outs[i - 1])
+    return grads
+
+
+def _through(
+    grad: Tensor,
+    weight: Tensor,
+    to: Tensor,
+    x: Tensor,
+    *,
+    base: Tensor | None = None,
+    hidden: Tensor | None = None,
+    rest: Tensor | None = None,
+) -> None:
+    """``to [B, columns]`` and, of the weight's other inputs, ``rest``: see :func:`linear_backward_kernel`."""
+    batch, columns = to.shape
+    _launch(
+        linear_backward_kernel, batch, weight.shape[1] if rest is not None else columns, x, grad_ptr=grad,
+        weight_ptr=weight, base_ptr=base, hidden_ptr=hidden, to_ptr=to, rest_ptr=rest, outputs=weight.shape[0],
+        columns=columns, rest=weight.shape[1] - columns,
+    )  # fmt: skip
+
+
+def _weights(
+    grads: Sequence[Tensor],
+    below: Sequence[Tensor | None],
+    x: Tensor,
+    params: Sequence[Tensor],
+    dtaus: Tensor | None,
+    dtau: Tensor,
+) -> list[Tensor]:
+    """Gradients of weights and biases; writes that of tau as well. ``below``: what a layer reads beside x."""
+    results = [torch.empty_like(p) for p in params]
+    sizes = WEIGHT_TILE_FP64 if x.dtype == torch.float64 else WEIGHT_TILE
+    read = [x.new_empty(0, dtype=dtau.dtype) if t is None else t for t in below]
+    kept = [0 if t is None else t.shape[1] for t in below]
+    for first in range(0, len(grads), MOST_LINEARS):
+        own = slice(first, first + MOST_LINEARS)
+        shapes = [weight.shape for weight in params[::2][own]]
+        tiles = [triton.cdiv(o, sizes["BLOCK_O"]) * triton.cdiv(i, sizes["BLOCK_I"]) for o, i in shapes]
+        with guard(x):
+            weights_kernel[(max(tiles), len(shapes) + (first == 0))](
+                grads=tuple(grads[own]), below=tuple(read[own]), beside_ptr=x, dweights=tuple(results[::2][own]),
+                dbiases=tuple(results[1::2][own]), dtaus_ptr=dtaus, dtau_ptr=dtau if first == 0 else None,
+                B=x.shape[0], parts=0 if dtaus is None else dtaus.numel(), OUTPUTS=tuple(o for o, _ in shapes),
+                INPUTS=tuple(i for _, i in shapes), KEPT=tuple(kept[own]), PRECISION=precision_of(x),
+                DT=TRITON_TYPES[x.dtype], CT=compute_type(x), **sizes, **OPTIONS,
+            )  # fmt: skip
+    return results
 
 
 @torch.no_grad()
@@ -212,8 +334,9 @@ def mfnnr_backward(
     if batch == 0 or (grad_out is None and grad_penalty is None):
         grads = [torch.zeros(x.shape if need_x else (0,), dtype=x.dtype, device=x.device), multiplex.zero_tau(x)]
         return grads + ([p.new_zeros(p.shape) for p in [*route, *update]] if need_params else [])
-    params = [*route, *update]
-    blocks, route, update = _widen(x.contiguous().view(batch, m, d), route, update)
+    params = [p.contiguous() for p in [*route, *update]]
+    route, update = params[: len(route)], params[len(route) :]
+    blocks = x.contiguous().view(batch, m, d)
     flat = blocks.view(batch, m * d)
     cut = sections(saved, blocks, route, update)
     # The gate, into [new ; gate] side by side and the gradient of the routed blocks.
@@ -223,40 +346,58 @@ def mfnnr_backward(
         cut.routed.view(batch, n, d), *cut.update[-1].split([n * d, n], dim=1),
         drouted, *du.split([n * d, n], dim=1), grad_penalty=grad_penalty, threshold=threshold,
     )  # fmt: skip
-    dhidden, update_grads = _fnn_backward(
-        du, [cut.routed, flat] if context else [cut.routed], update, cut.update, need_params
-    )
-    drouted.addmm_(dhidden, update[0][:, : n * d])
-    dcontext = dhidden @ update[0][:, n * d :] if context and need_x else None
+    of_update = _fnn_backward(du, update, cut.update, blocks)
+    dcontext = flat.new_empty(flat.shape, dtype=du.dtype) if context and need_x else None
+    _through(of_update[0], update[0], drouted, blocks, base=drouted, rest=dcontext)
     # The routing.
     g = drouted.view(batch, n, d)
-    dlogits, weights, dtau = multiplex.launch_backward_logits(
+    dlogits, weights, dtaus = multiplex.launch_backward_logits(
         g, blocks, cut.route[-1].view(batch, m, n), tau, tau_value, seed, mode,
         grad_penalty=grad_penalty, threshold=threshold, need_weights=need_x,
     )  # fmt: skip
-    if not (need_x or need_params):
-        return [x.new_empty(0), dtau]
-    dhidden, route_grads = _fnn_backward(dlogits.view(batch, m * n), [flat], route, cut.route, need_params)
-    dx = x.new_empty(0)
+    of_route, dx = [dlogits.view(batch, m * n)], x.new_empty(x.shape if need_x else 0)
+    if need_x or need_params:
+        of_route = _fnn_backward(of_route[0], route, cut.route, blocks)
     if weights is not None:
-        dflat = torch.empty_like(flat)
+        mixed = torch.empty_like(flat, dtype=du.dtype)
         launch_add = None if dcontext is None else dcontext.view(batch, m, d)
-        multiplex.launch_backward_blocks(weights, g, launch_add, dflat.view(batch, m, d))
-        dx = dflat.addmm_(dhidden, route[0]).view(x.shape).to(x.dtype)
-    grads = [grad.to(p.dtype) for grad, p in zip([*route_grads, *update_grads], params, strict=need_params)]
-    return [dx, dtau, *grads]
+        multiplex.launch_backward_blocks(weights, g, launch_add, mixed.view(batch, m, d))
+        _through(of_route[0], route[0], dx.view(batch, m * d), blocks, base=mixed)
+    if not need_params:
+        return [dx, multiplex.zero_tau(x) if dtaus is None else dtaus.sum()]
+    dtau = x.new_empty((), dtype=du.dtype)
+    below = [None, *cut.route[:-1], cut.routed, *cut.update[:-1]]
+    return [dx, dtau, *_weights([*of_route, *of_update], below, blocks, params, dtaus, dtau)]
 
 
 # ---- What `fastmod compile` builds of this file, and the tests check
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Of the compute dtypes, which is all that wide layers know."""
-    if not dtype.is_wide:
-        return []
-    p = dtype.pointer
-    backward = {"grad_ptr": p, "hidden_ptr": p, "BLOCK": LEAKY_BLOCK}
-    return [
-        Specialisation(leaky_kernel, {"t_ptr": p, "BLOCK": LEAKY_BLOCK}, OPTIONS),
-        Specialisation(leaky_backward_kernel, backward, OPTIONS),
-    ]
+    """Tiles of both sizes, with everything that may be left out and without; four linear layers."""
+    p, w = dtype.pointer, dtype.wide_pointer
+    exact = {"PRECISION": IEEE}
+    double = dtype.name == "fp64"
+    shared = {"PRECISION": IEEE if double else TF32_THRICE, "CT": dtype.compute}
+    found = []
+    for case, sizes in (("small", SMALL), ("large", LARGE)):
+        if double and case == "large":
+            continue
+        whole = case == "small"
+        linear = {
+            **shared, **sizes, "in_ptr": w if whole else p, "context_ptr": p if whole else None, "weight_ptr": p,
+            "bias_ptr": p, "out_ptr": w, "HIDDEN": whole,
+        }  # fmt: skip
+        backward = {
+            **shared, **sizes, "grad_ptr": w, "weight_ptr": p, "base_ptr": w if whole else None,
+            "hidden_ptr": None if whole else w, "to_ptr": p if whole else w, "rest_ptr": w if whole else None,
+        }  # fmt: skip
+        found.append(Specialisation(linear_kernel, linear, OPTIONS, case, exact))
+        found.append(Specialisation(linear_backward_kernel, backward, OPTIONS, case, exact))
+    weights = {
+        **shared, **(WEIGHT_TILE_FP64 if double else WEIGHT_TILE), "grads": (w,) * 4, "below": (w,) * 4,
+        "beside_ptr": p, "dweights": (p,) * 4, "dbiases": (p,) * 4, "dtaus_ptr": w, "dtau_ptr": w,
+        "OUTPUTS": (400, 20, 400, 788), "INPUTS": (980, 400, 1764, 400), "KEPT": (0, 400, 784, 400),
+        "DT": dtype.element,
+    }  # fmt: skip
+    return [*found, Specialisation(weights_kernel, weights, OPTIONS, "", exact)]

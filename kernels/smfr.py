@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from fastmod.kernels._common import GUMBEL, OPTIONS, guard
-from fastmod.kernels._images import IEEE, TF32_THRICE, product
+from fastmod.kernels._images import IEEE, TF32_THRICE
 from fastmod.kernels._stack import (
     Layer,
     copy_rows,
@@ -38,8 +38,10 @@ from fastmod.kernels._stack import (
     route,
     route_backward,
     routing,
+    sum_of,
     through,
     tile,
+    weight_gradient,
     write_table,
 )
 from fastmod.kernels.gated_residual import gate_gradients, gate_rows
@@ -248,46 +250,17 @@ def weight_kernel(
         of_input = B * tl.load(numbers_ptr + 2)
         kept = number_at(numbers_ptr, 3)
         of_grad = B * tl.load(numbers_ptr + 4)
-        across = tl.cdiv(inputs, BLOCK_I)
-        tile = tl.program_id(0)
-        if tile < across * tl.cdiv(outputs, BLOCK_O):
-            o = tile // across * BLOCK_O + tl.arange(0, BLOCK_O)
-            i = tile % across * BLOCK_I + tl.arange(0, BLOCK_I)
-            x_ptr = pointer_at(own_ptr, 0, DT)
-            saved_ptr = pointer_at(own_ptr, 1, CT) + of_input
-            grad_ptr = grads_ptr + of_grad
-            total = tl.zeros([BLOCK_O, BLOCK_I], CT)
-            of_bias = tl.zeros([BLOCK_O], CT)
-            for start in range(0, B, BLOCK_B):
-                row = start + tl.arange(0, BLOCK_B).to(tl.int64)
-                there = (row < B)[:, None]
-                grad = tl.load(
-                    grad_ptr + (row * outputs)[:, None] + o[None, :], mask=there & (o < outputs)[None, :], other=0.0
-                )
-                below = tl.load(
-                    saved_ptr + (row * kept)[:, None] + i[None, :], mask=there & (i < kept)[None, :], other=0.0
-                )
-                beside = tl.load(
-                    x_ptr + (row * (inputs - kept))[:, None] + (i - kept)[None, :],
-                    mask=there & ((i >= kept) & (i < inputs))[None, :], other=0.0,
-                )  # fmt: skip
-                source = tl.where((i < kept)[None, :], below, beside.to(CT))
-                total += product(tl.trans(grad), source, tl.zeros([BLOCK_O, BLOCK_I], CT), PRECISION)
-                of_bias += tl.sum(grad, axis=0)
-            params_ptr = own_ptr + EXTRA + 2 * PER + 2 * place
-            weight = tl.cast(o, tl.int64)[:, None] * inputs + i[None, :]
-            tl.store(pointer_at(params_ptr, 0, DT) + weight, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
-            if tile % across == 0:
-                tl.store(pointer_at(params_ptr, 1, DT) + o, of_bias, mask=o < outputs)
+        params_ptr = own_ptr + EXTRA + 2 * PER + 2 * place
+        weight_gradient(
+            grads_ptr + of_grad, pointer_at(own_ptr, 1, CT) + of_input, pointer_at(own_ptr, 0, DT),
+            pointer_at(params_ptr, 0, DT), pointer_at(params_ptr, 1, DT), tl.program_id(0), B, outputs, inputs, kept,
+            BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, CT,
+        )  # fmt: skip
     elif dtaus_ptr is not None:
         if tl.program_id(0) == 0:
             for layer in range(depth):
-                found = tl.zeros([BLOCK_T], CT)
-                for start in range(0, programs, BLOCK_T):
-                    p = start + tl.arange(0, BLOCK_T)
-                    found += tl.load(dtaus_ptr + p.to(tl.int64) * depth + layer, mask=p < programs, other=0.0)
                 own_ptr = table_ptr + layer * (EXTRA + PARAMS)
-                tl.store(pointer_at(own_ptr, EXTRA - 1, CT), tl.sum(found, axis=0))
+                tl.store(pointer_at(own_ptr, EXTRA - 1, CT), sum_of(dtaus_ptr + layer, programs, depth, BLOCK_T, CT))
 
 
 # ---- Launchers

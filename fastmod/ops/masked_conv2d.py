@@ -229,7 +229,7 @@ def fake_backward(
 
 
 #: x [B, in, H, W], part s of the batch convolved with sample first + s of the masked weight [out, in, h, w], plus the
-#: masked bias [out]. GPUs only; fp64 in Triton only.
+#: masked bias [out]. GPUs only, not of fp64.
 FORWARD = _autograd.define(
     "masked_conv2d_forward(Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, Tensor seed, "
     "int samples, int[2] stride, int[2] padding, int[2] dilation, int first=0) -> Tensor",
@@ -263,7 +263,7 @@ def at_once(
     key = "CUDA" if x.is_cuda else "CPU"  # where the host harness and Triton's interpreter have it, none else
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
         return False
-    if groups != 1 or (x.dtype == torch.float64 and not triton) or x.numel() == 0 or weight.numel() == 0:
+    if groups != 1 or x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
         return False
     if max(weight.shape[2:]) > LARGEST_FILTER or min(out_shape(x, weight, stride, padding, dilation)) < 1:
         return False

@@ -137,17 +137,29 @@ def fake_backward(
     return (
         blocks.new_empty(blocks.shape),
         logits.new_empty(logits.shape),
-        blocks.new_empty((), dtype=wide),  # gradient of tau
+        blocks.new_empty(copies_of(tau, seed), dtype=wide),  # gradient of tau
     )
 
 
+def copies_of(tau: Tensor | None, seed: Tensor | None) -> torch.Size:
+    """``[copies]`` of a call for many at once, in Triton: temperature and seed, as far as there are any, have one for
+    each, and all other tensors the copies in front. Else nothing."""
+    return next((t.shape for t in (seed, tau) if t is not None), torch.Size())
+
+
 def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
-    """Elements side by side in one call, unless noise counts them or, in the backward, a temperature sums over them."""
+    """Elements side by side in one call, unless noise counts them or, in the backward, a temperature sums over them:
+    those are copies, which Triton's kernels tell apart; native kernels count noise over all of a call."""
     fold, loop = _autograd.folded(overload, tensors), _autograd.by_elements(overload)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         tau, _, _, mode = arguments[tensors:]
         apart = mode == MODES["gumbel"] or _autograd.batched(in_dims[tensors]) or (keep_tau and tau is not None)
+        pairs = zip(arguments[tensors::2], in_dims[tensors::2], strict=True)  # tau and seed
+        one = all(t is None or t.dim() == _autograd.batched(dim) for t, dim in pairs)
+        if apart and one and overload._overloadname == "triton":
+            fronts = [_autograd.with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)]
+            return overload(*fronts), (0, 0, 0) if keep_tau else 0
         if apart:
             return loop(info, in_dims, *arguments)
         found, dims = fold(info, in_dims, *arguments)

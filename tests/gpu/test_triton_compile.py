@@ -27,9 +27,14 @@ from fastmod.gpu.targets import TARGETS, Target
 TESTED = [name for name, target in TARGETS.items() if target.triton and name not in ("sm_86", "sm_89")]
 ONE_OF_EACH_MAKER = ("sm_90", "gfx942")
 #: Their code depends on how the dtype is rounded; of the others fp16 is bf16 with another conversion.
-MASKS = ("sample_mask", "masked_linear")
+MASKS = ("sample_mask", "masked_linear", "masked_conv2d")
 #: Masks agree with other backends bit for bit only if every product is rounded.
-UNFUSED = {"sample_mask.forward_kernel", "masked_linear.forward_kernel", "masked_linear.backward_x_kernel"}
+UNFUSED = {
+    "sample_mask.forward_kernel",
+    "masked_linear.forward_kernel",
+    "masked_linear.backward_x_kernel",
+    "masked_conv2d.draw_kernel",
+}
 
 
 #: fp64 without tensor cores for it: sums of 64 rows and the slopes fit in eight warps, not in four.
@@ -42,8 +47,8 @@ def targets_of(op: str, dtype: str) -> list[str]:
     return ["sm_90"] if dtype == "fp16" and op not in MASKS else TESTED
 
 
-#: An MFNNR of narrow layers is a stack, but for fp64; wide layers are computed in fp32 or fp64 whatever they are given.
-LEFT_OUT = {"mfnnr": ("bf16", "fp16"), "smfr": ("fp64",)}
+#: Of fp64 MFNNRs go layer by layer, and masked convolutions sample by sample, by torch's.
+LEFT_OUT = {"smfr": ("fp64",), "masked_conv2d": ("fp64",)}
 
 
 def dtypes_of(op: str) -> list[str]:
@@ -85,13 +90,15 @@ def test_compiles_without_spills(op: str, dtype: str, target: str) -> None:
 
 def on_tensor_cores(name: str, dtype: str) -> bool:
     """The products of two-byte numbers are what tensor cores are for. fp32 is exact without them, or by three products
-    of tf32, as in norm_conv, template_mix and smfr; depthwise convolutions have no products of matrices."""
+    of tf32, as in norm_conv, template_mix, mfnnr and smfr; depthwise convolutions have no products of matrices."""
     op, kernel, _ = name.split(".")
     if op == "norm_conv":
         return kernel not in ("stats_kernel", "sums_kernel") and "depthwise" not in name
+    if op == "masked_conv2d":
+        return kernel not in ("draw_kernel", "finish_kernel")
     if op == "template_mix":
         return kernel != "finish_kernel"
-    return op in ("masked_linear", "smfr")
+    return op in ("masked_linear", "mfnnr", "smfr")
 
 
 def test_tightest_kernel_does_not_spill() -> None:

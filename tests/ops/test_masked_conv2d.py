@@ -16,7 +16,7 @@ from torch.nn.functional import conv2d
 import fastmod
 from fastmod import ops
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
-from tests.helpers.backends import Backend, parameters
+from tests.helpers.backends import TRITON, Backend, chosen, parameters, watched
 from tests.helpers.mask_cases import (
     SEEDS,
     TAUS,
@@ -113,7 +113,7 @@ def test_dtypes_on_every_backend(dtype: torch.dtype, tau: float, groups: int) ->
 
 #: Sizes that the kernels of GPUs deal to several blocks or chunks, with ends that do not fill them.
 LARGER = {
-    "many channels": ({"channels": 35, "outputs": 70, "size": (6, 6), "images": 1}, {"padding": 1}),
+    "many channels": ({"channels": 35, "outputs": 70, "size": (6, 6), "kernel": (2, 1), "images": 1}, {"padding": 1}),
     "many pixels": ({"channels": 3, "outputs": 5, "size": (19, 17), "images": 2}, {"padding": 1, "stride": (2, 1)}),
     "7 x 7": ({"channels": 2, "outputs": 3, "size": (9, 8), "kernel": (7, 7)}, {"padding": 3}),
     "8 x 1, sample by sample": ({"kernel": (8, 1)}, {"padding": 1}),
@@ -216,7 +216,7 @@ def test_schemas_and_fakes(backend: Backend, layout: torch.memory_format) -> Non
     opchecked("masked_conv2d_backward", torch.randn(2, 8, 7, 4), images, *filters, *options, 0.5, [True] * 5, 0)
 
 
-@pytest.mark.parametrize("backend", parameters("native", "triton", "cuda-triton"), indirect=True)
+@pytest.mark.parametrize("backend", parameters("native"), indirect=True)
 def test_kernels_compile_fullgraph(backend: Backend) -> None:
     torch._dynamo.reset()
     run = layer(2, tau=0.5, padding=1)
@@ -225,6 +225,25 @@ def test_kernels_compile_fullgraph(backend: Backend) -> None:
     eager, found = run(*inputs), compiled(*inputs)
     torch.testing.assert_close(found, eager)
     torch.testing.assert_close(*[torch.autograd.grad(o.sin().sum(), inputs) for o in (found, eager)])
+
+
+@pytest.mark.interpreted
+def test_launches_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, products; masks, gradient of x, of the weights in parts, and these finished. 16 samples are three bytes of
+    masks."""
+    from fastmod.kernels import masked_conv2d as triton_kernels
+
+    names = "draw_kernel", "product_kernel", "weight_kernel", "finish_kernel"
+    launched = watched(monkeypatch, triton_kernels, *names)
+    inputs = draw(16, 1, 2, 3, (2, 2), (1, 2))
+    with chosen(TRITON):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = layer(16)(*leaves)
+        assert launched == ["draw_kernel", "product_kernel"]
+        found = torch.autograd.grad(out.sum(), leaves)
+    assert launched[2:] == ["draw_kernel", "product_kernel", "weight_kernel", "finish_kernel"]
+    expected = by_reference(lambda *t: torch.autograd.grad(layer(16)(*t).sum(), t), *leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 SERVED = {
@@ -239,7 +258,7 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("backend", parameters("triton", "cuda-triton"), indirect=True)
+@pytest.mark.parametrize("backend", parameters(), indirect=True)
 @pytest.mark.parametrize("name", SERVED)
 def test_what_kernels_serve(name: str, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest, and the CPU, goes sample by sample."""

@@ -288,6 +288,44 @@ def test_triton_draws_one_noise_in_tiles_and_rows() -> None:
         assert torch.equal(tiled, by_rows)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mode", ["gumbel", "softmax"])
+@pytest.mark.parametrize("tiled", [True, False], ids=["tiles", "rows"])
+def test_vmap_is_one_launch_in_triton(mode: str, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies with seeds and temperatures of their own, or shared: each finds the noise that it finds alone."""
+    from fastmod.kernels import multiplex
+
+    forward, backward = ("tiled_forward_kernel", "tiled_backward_kernel") if tiled else ("forward_kernel", None)
+    names = (forward, backward) if backward else (forward, "backward_logits_kernel", "backward_blocks_kernel")
+    if not tiled:
+        monkeypatch.setattr(multiplex, "tile_of", lambda *sizes: None)
+    launched = backends.watched(monkeypatch, multiplex, *names)
+    copies = 3
+    blocks, logits = torch.randn(copies, 2, 3, 5), torch.randn(copies, 2, 3, 4)
+    seeds, taus = torch.tensor([3, -4, 5]), torch.tensor([0.5, 1.0, 2.0])
+
+    def gradients(blocks, logits, tau, seed):
+        def loss(blocks, logits, tau):
+            seeded = {"seed": seed} if mode == "gumbel" else {}
+            out = ops.multiplex(blocks, logits, mode=mode, tau=tau, **seeded)
+            return out.square().sum(), out
+
+        return torch.func.grad(loss, (0, 1, 2), has_aux=True)(blocks, logits, tau)
+
+    with backends.chosen(backends.TRITON):
+        for shared in (True, False):
+            launched.clear()
+            tau, seed = (taus[0], seeds[0]) if shared else (taus, seeds)
+            dim = None if shared else 0
+            found, out = torch.vmap(gradients, (0, 0, dim, dim))(blocks, logits, tau, seed)
+            assert launched == list(names)
+            for i in range(copies):
+                own = (tau, seed) if shared else (taus[i], seeds[i])
+                expected, alone = gradients(blocks[i], logits[i], *own)
+                assert torch.equal(out[i], alone)
+                assert all(torch.equal(a[i], b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.usefixtures("backend")
 def test_softmax_is_the_textbook_formula() -> None:
     blocks, logits = draw(7, 4, 3, 5)
