@@ -53,6 +53,43 @@ void combine_stats(const T* means, const T* squares, int64_t images, int64_t cha
   }
 }
 
+// [E, cout, cin, k, k], each output times its scale [E, cout] unless that is null -> [E, k, k, cin, columns]
+template <typename T>
+at::Tensor packed_taps(const at::Tensor& weight, int64_t columns, const T* scale = nullptr) {
+  const int64_t experts = weight.size(0), outputs = weight.size(1), inputs = weight.size(2);
+  const int64_t taps = weight.size(3) * weight.size(4), matrix = inputs * columns;
+  const at::Tensor out = empty_wide({experts * taps * matrix}, weight);
+  const T* from = weight.const_data_ptr<T>();
+  T* to = out.data_ptr<T>();
+  for_each<T>(experts * taps, 4.0 * matrix, 0, weight, [&](int64_t index, T*) {
+    const int64_t expert = index / taps;
+    const T* w = from + expert * outputs * inputs * taps + index % taps;
+    const T* factor = scale ? scale + expert * outputs : nullptr;
+    T* row = to + index * matrix;
+    for (int64_t i = 0; i < inputs; ++i, row += columns) {
+      for (int64_t o = 0; o < outputs; ++o) row[o] = w[(o * inputs + i) * taps] * (factor ? factor[o] : T(1));
+      std::fill(row + outputs, row + columns, T(0));
+    }
+  });
+  return out;
+}
+
+// fp64 stands for exactness; with few channels the transforms cost more than they save.
+template <typename T>
+bool goes_winograds_way(int64_t kernel, int64_t stride, int64_t cin, int64_t cout) {
+  return sizeof(T) == 4 && kernel == 3 && stride == 1 && cin >= 8 && cout >= 8;
+}
+
+// [E, 9, matrix] -> [E, 16, matrix], for it
+template <typename T>
+at::Tensor winograd_taps(const at::Tensor& taps, int64_t experts, int64_t matrix) {
+  const at::Tensor out = empty_wide({experts * 16 * matrix}, taps);
+  for (int64_t e = 0; e < experts; ++e)
+    table<T>(kernels()).winograd_weights(taps.const_data_ptr<T>() + e * 9 * matrix, matrix,
+                                         out.data_ptr<T>() + e * 16 * matrix);
+  return out;
+}
+
 template <typename T>
 T* pointer(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr<T>() : nullptr;

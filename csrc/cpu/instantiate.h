@@ -16,6 +16,7 @@ namespace FASTMOD_ISA {
 #include "conv.h"
 #include "winograd.h"
 #include "norm_conv_kernel.h"
+#include "conv_chain_kernel.h"
 #include "norm_sum_kernel.h"
 #include "norm_pool_kernel.h"
 #include "inverted_residual_kernel.h"
@@ -41,7 +42,7 @@ constexpr KernelTable<T> make_table() {
       .masked_columns = kMaskedColumns,
       .masked_linear_scratch = masked_linear_scratch<T>,
       .masked_linear_forward = masked_linear_forward<T>,
-      .masked_linear_backward = masked_linear_backward<T>,
+      .masked_linear_weight_grad = masked_linear_weight_grad<T>,
       .mfnnr_scratch = mfnnr_scratch<T>,
       .mfnnr_forward = mfnnr_forward<T>,
       .mfnnr_backward = mfnnr_backward<T>,
@@ -75,6 +76,11 @@ constexpr KernelTable<T> make_table() {
       .template_mix_backward = template_mix_backward<T>,
       .cluster_penalty_forward = cluster_penalty_forward<T>,
       .cluster_penalty_backward = cluster_penalty_backward<T>,
+      .conv_chain_scratch = conv_chain_scratch<T>,
+      .conv_chain = conv_chain<T>,
+      .masked_panel = kMaskedPanel<T>,
+      .masked_panel_scratch = kMaskedPanel<T> * kMaskedDepth,
+      .masked_linear_input_grad = masked_linear_input_grad<T>,
   };
 }
 

@@ -117,13 +117,15 @@ struct MaskedLinearArgs {
   T* result;                     // [S, rows, out], forward only
   const T* grad;                 // [S, rows, out], backward only
   T *grad_logits, *grad_weight;  // [out, in] or null
+  uint16_t* kept;                // [S, out, vectors of in], a bit a mask: what masked_linear_input_grad reads, or null
+  bool has_nan;                  // whether a logit is NaN, for it too
 };
 
-// What one call of masked_linear_backward takes of a weight, and where its part of the gradient of x goes.
+// What one call of masked_linear_input_grad takes: all rows of a weight, some of its columns, some samples.
 template <typename T>
-struct MaskedLinearUnit {
-  int64_t first_row, end_row, column, columns;
-  T* grad_x;  // [S, rows, in] or null; only these columns are written
+struct MaskedPanelUnit {
+  int64_t column, first_sample, end_sample;
+  T* grad_x;  // [S, rows, in]
 };
 
 // A convolution of images [B, E, H, W, C] (x [B, H, W, C] where all experts share it) that normalises what it reads.
@@ -145,6 +147,36 @@ struct NormConvArgs {
   T* grad_x;
   T *grad_scale, *grad_shift, *grad_gate;  // [B, E, cin]
   T *grad_weight, *grad_bias;              // of each part of the batch: packed as the weight; [parts, E, cout]
+};
+
+// Convolutions of an image one after the other, in inference. Value 0 is x, value i the result of layer i - 1.
+template <typename T>
+struct ChainLayer {
+  int64_t cin, cout, kernel, stride, columns;
+  bool relu, winograd;
+  int64_t source, residual;  // values; residual: added before the ReLU, none if negative
+  const T *weight, *bias;    // packed as for norm_conv; [E, cout] or null
+  int64_t taps() const { return winograd ? 16 : kernel * kernel; }
+};
+// Where a value [high, wide, channels] lies in the scratch of an image: in a frame of zeros, of one row or column
+// before and two after it.
+struct ChainFrame {
+  int64_t channels, high, wide, at;
+  int64_t line() const { return (wide + 3) * channels; }
+  int64_t size() const { return (high + 3) * line(); }
+};
+template <typename T>
+struct ConvChainArgs {
+  int64_t batch, experts, count, images;  // layers; images that pass each layer together, as they share its weights
+  bool shared;                            // x has no experts
+  const T* x;
+  int64_t x_image, x_expert, x_channel, x_row, x_pixel;  // strides
+  const ChainLayer<T>* layers;
+  const ChainFrame* frames;  // count + 1
+  int64_t frames_size;       // of the scratch of an image
+  int64_t tile_channels;     // the most of a layer that goes Winograd's way
+  const T* gate;             // [B, E] or null
+  T* y;                      // [B, E, H, W, C], with a gate [B, H, W, C]
 };
 
 // relu(scale * x + shift + residual) of images [B, E, H * W, C], and its gated sum over experts.
@@ -241,7 +273,8 @@ struct KernelTable {
   int64_t masked_columns;
   int64_t (*masked_linear_scratch)(const MaskedLinearArgs<T>&);
   void (*masked_linear_forward)(const MaskedLinearArgs<T>&, int64_t block, T* scratch);
-  void (*masked_linear_backward)(const MaskedLinearArgs<T>&, const MaskedLinearUnit<T>&, T* scratch);
+  // Rows of the weight block * kMaskedRows and on, masked_columns of their columns; returns whether a logit is NaN
+  bool (*masked_linear_weight_grad)(const MaskedLinearArgs<T>&, int64_t block, int64_t column, T* scratch);
   int64_t (*mfnnr_scratch)(const MfnnrArgs<T>&);
   void (*mfnnr_forward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
   void (*mfnnr_backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
@@ -283,6 +316,10 @@ struct KernelTable {
   void (*cluster_penalty_forward)(const T* bank, int64_t templates, int64_t size, int64_t columns, double* sums);
   void (*cluster_penalty_backward)(const T* bank, const T* weights, int64_t templates, int64_t size, int64_t columns,
                                    T* out);
+  int64_t (*conv_chain_scratch)(const ConvChainArgs<T>&);
+  void (*conv_chain)(const ConvChainArgs<T>&, int64_t group, T* scratch);
+  int64_t masked_panel, masked_panel_scratch;  // columns that one call takes
+  void (*masked_linear_input_grad)(const MaskedLinearArgs<T>&, const MaskedPanelUnit<T>&, T* scratch);
 };
 
 struct Kernels {

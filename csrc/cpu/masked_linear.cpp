@@ -7,10 +7,7 @@
 namespace fastmod::cpu {
 namespace {
 
-// Units of the backward's work, one partial sum of the gradient of x a group of rows: however many threads there are, so
-// that their number does not change a result. Many enough that none waits long for another's last one.
-constexpr int64_t kUnits = 64;
-constexpr int64_t kMaxPartialBytes = 32ll << 20;  // memory of the partial sums of the gradient of x
+constexpr int64_t kInputUnits = 16;  // of the gradient of x, at least
 
 int64_t parts(int64_t size, int64_t each) { return (size + each - 1) / each; }
 
@@ -103,30 +100,39 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
       return empty ? at::zeros(like.sizes(), w.options()) : empty_wide(like.sizes(), like);
     };
     const auto pointer = [](const Tensor& tensor) { return tensor.defined() ? tensor.data_ptr<T>() : nullptr; };
-    // Columns of the weight, and where these are few, groups of rows, which each have a partial gradient of x.
-    const int64_t most = kernel.masked_columns;
-    const int64_t across = std::max<int64_t>(parts(in, most), 1), blocks = parts(out, kMaskedRows);
-    const int64_t afford = kMaxPartialBytes / std::max<int64_t>(batch * in * sizeof(T), 1);
-    const int64_t groups = std::max<int64_t>(std::min({kUnits / across, blocks, afford}), 1);
     const Tensor grad_logits = wide(need_logits, logits), grad_weight = wide(need_weight, weight);
-    Tensor partial = wide(need_x, x);
-    if (need_x && groups > 1 && !empty) partial = empty_wide({groups, x.numel()}, x);
-    MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, first, tau);
-    args.x = xr.const_data_ptr<T>();
-    args.grad = g.const_data_ptr<T>();
-    args.grad_logits = pointer(grad_logits);
-    args.grad_weight = pointer(grad_weight);
-    const double cycles = double(out) * in * samples * (3 + args.rows / 14.0) / (groups * across);
-    for_each<T>(empty ? 0 : groups * across, cycles, kernel.masked_linear_scratch(args), x, [&](int64_t unit, T* scratch) {
-      const int64_t group = unit / across, column = unit % across * most;
-      kernel.masked_linear_backward(args,
-                                    {group * blocks / groups * kMaskedRows,
-                                     std::min((group + 1) * blocks / groups * kMaskedRows, out), column,
-                                     std::min(most, in - column),
-                                     need_x ? pointer(partial) + group * x.numel() : nullptr},
-                                    scratch);
-    });
-    if (need_x) result[0] = in_type((groups > 1 && !empty ? partial.sum(0) : partial).view(x.sizes()), type);
+    const Tensor grad_x = wide(need_x, x);
+    if (!empty) {
+      MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, first, tau);
+      args.x = xr.const_data_ptr<T>();
+      args.grad = g.const_data_ptr<T>();
+      args.grad_logits = pointer(grad_logits);
+      args.grad_weight = pointer(grad_weight);
+      // The gradient of x is computed apart, from masks that are kept as bits: parts of the weight would each have a
+      // sum of their own of it.
+      const Tensor kept = at::cpu::empty({need_x ? samples * out * parts(in, kernel.lanes) : 0}, at::kShort);
+      args.kept = need_x ? reinterpret_cast<uint16_t*>(kept.data_ptr<int16_t>()) : nullptr;
+      std::atomic<bool> has_nan{false};
+      const int64_t most = kernel.masked_columns, across = parts(in, most);
+      const double cycles = double(kMaskedRows) * std::min(in, most) * samples * (3 + args.rows / 28.0);
+      for_each<T>(parts(out, kMaskedRows) * across, cycles, kernel.masked_linear_scratch(args), x,
+                  [&](int64_t unit, T* scratch) {
+                    if (kernel.masked_linear_weight_grad(args, unit / across, unit % across * most, scratch))
+                      has_nan.store(true, std::memory_order_relaxed);
+                  });
+      args.has_nan = has_nan;
+      // No result depends on which samples share a unit: all, so that the weight is read once, if units are many.
+      const int64_t panels = parts(in, kernel.masked_panel), shares = std::min(samples, parts(kInputUnits, panels));
+      const double each = double(out) * kernel.masked_panel * samples / shares * (0.3 + args.rows / 28.0);
+      for_each<T>(need_x ? panels * shares : 0, each, kernel.masked_panel_scratch, x, [&](int64_t unit, T* scratch) {
+        const int64_t share = unit / panels;
+        kernel.masked_linear_input_grad(args,
+                                        {unit % panels * kernel.masked_panel, share * samples / shares,
+                                         (share + 1) * samples / shares, pointer(grad_x)},
+                                        scratch);
+      });
+    }
+    if (need_x) result[0] = in_type(grad_x, type);
     if (need_logits) result[2] = in_type(grad_logits, type);
     if (need_weight) result[1] = in_type(grad_weight, type);
   });

@@ -45,6 +45,10 @@ struct MaskedPiece {
       MaskRun<T> run{.sample = sample, .begin = place(r), .count = columns, .off = off + r * kStride,
                      .decay = decay + r * kStride, .has_nan = has_nan, .weight = args.mask.weight + place(r)};
       run.masked = masks ? masked + r * kStride : nullptr;
+      if (args.kept) {
+        const int64_t vectors = (args.in + kLanes<T> - 1) / kLanes<T>;
+        run.kept = args.kept + (sample * args.out + first + r) * vectors + column / kLanes<T>;
+      }
       run.grad = outer + r * kStride;
       run.grad_logits = grad_logits ? grad_logits + r * kStride : nullptr;
       run.grad_weight = grad_weight ? grad_weight + r * kStride : nullptr;
@@ -105,28 +109,61 @@ void masked_linear_forward(const MaskedLinearArgs<T>& args, int64_t block, T* sc
     }
 }
 
+// Gradients of logits and weight, of some rows and columns of both, and the masks for the gradient of x.
 template <typename T>
-void masked_linear_backward(const MaskedLinearArgs<T>& args, const MaskedLinearUnit<T>& unit, T* scratch) {
+bool masked_linear_weight_grad(const MaskedLinearArgs<T>& args, int64_t block, int64_t column, T* scratch) {
   MaskedPiece<T> piece(args, scratch);
   T* grads = scratch + MaskedPiece<T>::kScratch;
-  for (int64_t first = unit.first_row; first < unit.end_row; first += kMaskedRows) {
-    const int64_t count = std::min(kMaskedRows, unit.end_row - first);
-    piece.move_to(first, count, unit.column, unit.columns, unit.grad_x || args.grad_weight, args.grad_logits);
-    piece.clear_gradients();
-    // Side by side: as they are, every row has a page of its own, more than the TLB knows at a time.
-    for (int64_t row = 0; row < args.mask.samples * args.rows; ++row)
-      std::copy_n(args.grad + row * args.out + first, count, grads + row * kMaskedRows);
-    for (int64_t s = 0; s < args.mask.samples; ++s) {
-      const T* grad = grads + s * args.rows * kMaskedRows;
-      const int64_t x = s * args.rows * args.in + unit.column;
-      if (piece.grad_logits || piece.grad_weight)
-        gemm<T, Asks::kNothing>(count, unit.columns, args.rows, {grad, 1, kMaskedRows}, args.x + x, args.in,
-                                piece.outer, piece.kStride, {});
-      piece.draw(s, unit.grad_x, kMaskedRows * args.in);
-      if (unit.grad_x)
-        gemm<T, Asks::kNothing>(args.rows, unit.columns, count, {grad, kMaskedRows, 1}, piece.masked, piece.kStride,
-                                unit.grad_x + x, args.in, {.accumulate = first > unit.first_row});
+  const int64_t first = block * kMaskedRows, count = std::min(kMaskedRows, args.out - first);
+  const bool outer = piece.grad_logits || piece.grad_weight;
+  piece.move_to(first, count, column, std::min(kMaskedColumns, args.in - column), args.kept || args.grad_weight,
+                args.grad_logits);
+  piece.clear_gradients();
+  // Side by side: as they are, every row has a page of its own, more than the TLB knows at a time.
+  for (int64_t row = 0; outer && row < args.mask.samples * args.rows; ++row)
+    std::copy_n(args.grad + row * args.out + first, count, grads + row * kMaskedRows);
+  for (int64_t s = 0; s < args.mask.samples; ++s) {
+    if (outer)
+      gemm<T, Asks::kNothing>(count, piece.columns, args.rows, {grads + s * args.rows * kMaskedRows, 1, kMaskedRows},
+                              args.x + s * args.rows * args.in + column, args.in, piece.outer, piece.kStride, {});
+    piece.draw(s, false, kMaskedRows * args.in);
+  }
+  piece.store_gradients();
+  return piece.has_nan;
+}
+
+// Columns of x that one product has, and rows of the weight that are masked for it at a time.
+template <typename T>
+constexpr int64_t kMaskedPanel = kBlockVectors * kLanes<T>;
+constexpr int64_t kMaskedDepth = 2 * kBlockDepth;
+
+// The gradient of x alone: that of the result times the weight, under the masks that masked_linear_weight_grad has
+// kept.
+template <typename T>
+void masked_linear_input_grad(const MaskedLinearArgs<T>& args, const MaskedPanelUnit<T>& unit, T* scratch) {
+  constexpr int64_t lanes = kLanes<T>, kWidth = kMaskedPanel<T>, kSoon = 16;
+  const int64_t columns = std::min(kWidth, args.in - unit.column), vectors = (args.in + lanes - 1) / lanes;
+  for (int64_t row = 0; row < args.out; row += kMaskedDepth) {
+    const int64_t depth = std::min(kMaskedDepth, args.out - row);
+    for (int64_t s = unit.first_sample; s < unit.end_sample; ++s) {
+      for (int64_t r = row; r < row + depth; ++r) {
+        const int64_t place = r * args.in + unit.column;
+        const uint16_t* kept = args.kept + (s * args.out + r) * vectors + unit.column / lanes;
+        // A few lines of every row, each in a page of its own: no hardware prefetcher foresees them.
+        if (s == unit.first_sample && r + kSoon < args.out)
+          prefetch<0>(args.mask.weight + place + kSoon * args.in, columns);
+        by_vectors<T>(columns, [&](int64_t i, auto left) FASTMOD_INLINE_LAMBDA {
+          Vec<T> masked = load_lanes(args.mask.weight + place + i, left) * ones_where<T>(kept[i / lanes]);
+          if (args.has_nan) {
+            const Vec<T> logit = load_lanes(args.mask.logits + place + i, left);
+            masked = logit == logit ? masked : logit;
+          }
+          store(scratch + (r - row) * kWidth + i, masked);
+        });
+      }
+      gemm<T, Asks::kNothing>(args.rows, columns, depth, {args.grad + s * args.rows * args.out + row, args.out, 1},
+                              scratch, kWidth, unit.grad_x + s * args.rows * args.in + unit.column, args.in,
+                              {.accumulate = row > 0});
     }
-    piece.store_gradients();
   }
 }

@@ -32,8 +32,7 @@ struct Problem {
     args.shared = x_.dim() == 4;
     args.depthwise = depthwise;
     args.relu = relu;
-    // fp64 stands for exactness; with few channels the transforms cost more than they save.
-    args.winograd = sizeof(T) == 4 && args.kernel == 3 && stride == 1 && !depthwise && args.cin >= 8 && args.cout >= 8;
+    args.winograd = !depthwise && goes_winograds_way<T>(args.kernel, stride, args.cin, args.cout);
     args.x = x.const_data_ptr<T>();
     const int64_t lanes = table<T>(kernels()).lanes;
     args.columns = (args.cout + lanes - 1) / lanes * lanes;
@@ -59,25 +58,6 @@ struct Problem {
   }
 };
 
-// [E, cout, cin, k, k] -> [E, k, k, cin, columns]
-template <typename T>
-Tensor packed(const Tensor& weight, const Problem<T>& problem) {
-  const auto& args = problem.args;
-  const int64_t taps = problem.taps(), matrix = problem.matrix(), inputs = args.depthwise ? 1 : args.cin;
-  const Tensor out = empty_wide({args.experts * taps * matrix}, weight);
-  const T* from = weight.const_data_ptr<T>();
-  T* to = out.data_ptr<T>();
-  for_each<T>(args.experts * taps, 4.0 * matrix, 0, weight, [&](int64_t index, T*) {
-    const T* w = from + index / taps * args.cout * inputs * taps + index % taps;
-    T* row = to + index * matrix;
-    for (int64_t i = 0; i < inputs; ++i, row += args.columns) {
-      for (int64_t o = 0; o < args.cout; ++o) row[o] = w[(o * inputs + i) * taps];
-      std::fill(row + args.cout, row + args.columns, T(0));
-    }
-  });
-  return out;
-}
-
 // The taps as the gradient of the input meets them: rows in reverse; columns too, or where the stride is 2 the middle one
 // first, then those that odd pixels see. -> [E, k, k, cout, input_columns]
 template <typename T>
@@ -101,16 +81,9 @@ Tensor packed_for_input(const Tensor& weight, const Problem<T>& problem) {
   return out;
 }
 
-// [E, 9, matrix] -> [E, 16, matrix] where Winograd's way is taken.
 template <typename T>
 Tensor transformed(const Tensor& taps, const Problem<T>& problem, int64_t matrix) {
-  const auto& args = problem.args;
-  if (!args.winograd) return taps;
-  const Tensor out = empty_wide({args.experts * 16 * matrix}, taps);
-  for (int64_t e = 0; e < args.experts; ++e)
-    table<T>(kernels()).winograd_weights(taps.const_data_ptr<T>() + e * 9 * matrix, matrix,
-                                         out.data_ptr<T>() + e * 16 * matrix);
-  return out;
+  return problem.args.winograd ? winograd_taps<T>(taps, problem.args.experts, matrix) : taps;
 }
 
 std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& scale,
@@ -126,7 +99,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tens
     const at::DimVector shape = stats ? at::DimVector{args.experts, args.cout} : at::DimVector{0};
     const Tensor mean = empty_wide(shape, x), var = empty_wide(shape, x);
     if (args.batch == 0) return {in_type(y, x.scalar_type()), mean.zero_(), var.zero_()};
-    const Tensor w = transformed(packed(readable(weight), problem), problem, problem.matrix()), added = bias ? readable(*bias) : Tensor();
+    const Tensor w = transformed(packed_taps<T>(readable(weight), args.columns), problem, problem.matrix());
+    const Tensor added = bias ? readable(*bias) : Tensor();
     const int64_t channels = args.experts * args.cout;
     const Tensor units = stats ? empty_wide({2, args.batch, channels}, x) : Tensor();
     args.weight = w.const_data_ptr<T>();

@@ -261,8 +261,8 @@ void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t exper
     if (args.winograd) {
       for (int64_t oy = first; oy < end; oy += tall) {
         const int64_t high = std::min(tall, end - oy);
-        winograd_rows(strip + (oy - first) * line, line, args.cin, weight, args.columns, bias, args.cout, high,
-                      args.out_wide, y + oy * row, row, scratch + at.patches, scratch + at.sums, soon(oy, tall));
+        winograd_rows(strip + (oy - first) * line, line, args.cin, weight, args.columns, {.bias = bias}, args.cout,
+                      high, args.out_wide, y + oy * row, row, scratch + at.patches, scratch + at.sums, soon(oy, tall));
       }
       continue;
     }
@@ -456,7 +456,7 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
               soon.read_size = high * out_row;
             }
             if (args.winograd)
-              winograd_rows<T>(grads + (iy - first) * out_line, out_line, args.cout, weight, args.input_columns, nullptr,
+              winograd_rows<T>(grads + (iy - first) * out_line, out_line, args.cout, weight, args.input_columns, {},
                                args.cin, high, args.wide, grad_z, row, scratch + at.patches, scratch + at.sums, soon);
             else
               grad_input_row(args, weight, grads, first, iy, grad_z);

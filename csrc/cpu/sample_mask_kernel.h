@@ -251,29 +251,67 @@ FASTMOD_INLINE Vec<T> load_favoured(const uint32_t* words, Vec<T> logit) {
 template <typename T>
 struct MaskRun {
   int64_t sample, begin, count;
-  const int32_t* off;    // of prepare_masks; null: neither `masked` nor `grad_weight` is wanted
+  const int32_t* off;    // of prepare_masks; null: neither `masked`, `kept` nor `grad_weight` is wanted
   const T* decay;        // likewise; null: `grad_logits` is not wanted
   bool has_nan;          // whether a logit is NaN
   const T* weight;       // null: ones
   T* masked;             // mask * weight
+  uint16_t* kept;        // the masks of every vector of weights, a bit each
   const T* grad;         // of the masked weights
   T *grad_logits;        // += grad * derivative of the relaxed mask
   T *grad_weight;        // += grad * mask
   const T *soon_logits, *soon_weight;  // what comes next, or null: this sample asks for its share of it
 };
 
-// 1 where a weight is kept, else 0
+// 1 where a lane is true, else 0
+template <typename T, typename Truth>
+FASTMOD_INLINE Vec<T> as_ones(Truth kept) {
+  if constexpr (sizeof(T) == 4) return (Vec<T>)(kept & (Truth)splat(T(1)));
+  else return Vec<T>{} - __builtin_convertvector(kept, Vec<T>);  // a minus alone would make zeros negative
+}
+
+// Which of kLanes<T> weights are kept: lanes of 32 bits, all set or none
 template <typename T>
-FASTMOD_INLINE Vec<T> load_kept(const uint32_t* words, const int32_t* off) {
+FASTMOD_INLINE auto compare_kept(const uint32_t* words, const int32_t* off) {
   typedef int32_t Counts __attribute__((vector_size(4 * kLanes<T>)));
   typedef uint32_t Words __attribute__((vector_size(4 * kLanes<T>)));
   Words some;
   Counts limit;
   std::memcpy(&some, words, sizeof(some));
   std::memcpy(&limit, off, sizeof(limit));
-  const Counts kept = (Counts)(some >> 9) >= limit;
-  if constexpr (sizeof(T) == 4) return (Vec<T>)(kept & (Counts)splat(T(1)));
-  else return Vec<T>{} - __builtin_convertvector(kept, Vec<T>);  // a minus alone would make zeros negative
+  return Counts((Counts)(some >> 9) >= limit);
+}
+// 1 where a weight is kept, else 0
+template <typename T>
+FASTMOD_INLINE Vec<T> load_kept(const uint32_t* words, const int32_t* off) {
+  return as_ones<T>(compare_kept<T>(words, off));
+}
+
+// The lanes that are true as bits, and back.
+template <typename Truth>
+FASTMOD_INLINE uint16_t bits_of(Truth kept) {
+#if FASTMOD_VECTOR_BYTES == 64
+  if constexpr (sizeof(kept) == 64) return uint16_t(_mm512_movepi32_mask((__m512i)kept));
+#endif
+#if FASTMOD_VECTOR_BYTES >= 32
+  if constexpr (sizeof(kept) == 32) return uint16_t(_mm256_movemask_ps((__m256)kept));
+#endif
+  int32_t lanes[sizeof(kept) / 4], bits = 0;
+  std::memcpy(lanes, &kept, sizeof(kept));
+  for (size_t i = 0; i < sizeof(kept) / 4; ++i) bits |= (lanes[i] & 1) << i;
+  return uint16_t(bits);
+}
+template <typename T>
+FASTMOD_INLINE Vec<T> ones_where(uint16_t bits) {
+#if FASTMOD_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_maskz_mov_ps(bits, (__m512)splat(T(1)));
+#endif
+  typedef int32_t Counts __attribute__((vector_size(4 * kLanes<T>)));
+  alignas(64) int32_t lanes[kLanes<T>];
+  for (int i = 0; i < kLanes<T>; ++i) lanes[i] = 1 << i;
+  Counts lane;
+  std::memcpy(&lane, lanes, sizeof(lane));
+  return as_ones<T>(Counts((lane & int32_t(bits)) != 0));
 }
 
 // s(1 - s) at temperature 1: with a = exp(-|l|), s = u / (u + a (1 - u)).
@@ -306,6 +344,10 @@ FASTMOD_INLINE void mask_part(const MaskArgs<T>& args, const MaskRun<T>& run, in
   else if (run.masked)
     by_vectors<T>(count, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {
       store_lanes<T>(run.masked + at + i, kept(i), lanes);
+    });
+  if (run.kept)
+    by_vectors<T>(count, [&](int64_t i, auto) FASTMOD_INLINE_LAMBDA {
+      run.kept[(at + i) / kLanes<T>] = bits_of(compare_kept<T>(words + i, run.off + at + i));
     });
   const auto add = [&](T* sum, const auto& derivative) FASTMOD_INLINE_LAMBDA {
     by_vectors<T>(count, [&](int64_t i, auto lanes) FASTMOD_INLINE_LAMBDA {

@@ -165,15 +165,36 @@ void transform_tile_grads(const Tiles& tiles, const T* source, int64_t channels,
     }
 }
 
+// What becomes of the pixels of a result before they are stored: relu(y + bias + residual), as far as asked for.
+template <typename T>
+struct Finish {
+  const T* bias = nullptr;      // [channels]
+  const T* residual = nullptr;  // pixels like those of the result
+  int64_t line = 0;             // from one row of these to the next
+  bool relu = false;
+
+  // Further down and to the right in the same image.
+  Finish from(int64_t rows, int64_t values) const {
+    return {bias, residual ? residual + rows * line + values : nullptr, line, relu};
+  }
+  // Value `at` of a row, whose first channel is `c`.
+  template <typename Lanes>
+  FASTMOD_INLINE Vec<T> operator()(Vec<T> y, int64_t row, int64_t at, int64_t c, Lanes left) const {
+    if (bias) y += load_lanes(bias + c, left);
+    if (residual) y += load_lanes(residual + row * line + at + c, left);
+    return relu ? maximum<T>(y, Vec<T>{}) : y;
+  }
+};
+
 // [16, tiles, channels] -> pixels, of which `high` x `wide` exist
 template <typename T>
-void transform_tiles(const Tiles& tiles, const T* sums, int64_t channels, const T* bias, T* out, int64_t out_line,
-                     int64_t high, int64_t wide) {
+void transform_tiles(const Tiles& tiles, const T* sums, int64_t channels, const Finish<T>& finish, T* out,
+                     int64_t out_line, int64_t high, int64_t wide) {
   const int64_t plane = tiles.count() * channels;
   for (int64_t r = 0; r < tiles.rows; ++r)
     for (int64_t t = 0; t < tiles.across; ++t, sums += channels) {
       T* to = out + 2 * r * out_line + 2 * t * channels;
-      const bool below = 2 * r + 1 < high, beside = 2 * t + 1 < wide;
+      const int64_t down = std::min<int64_t>(2, high - 2 * r), along = std::min<int64_t>(2, wide - 2 * t);
       by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
         Vec<T> m[4][4], y[2][2];
 #pragma GCC unroll 4
@@ -181,20 +202,22 @@ void transform_tiles(const Tiles& tiles, const T* sums, int64_t channels, const 
 #pragma GCC unroll 4
           for (int j = 0; j < 4; ++j) m[i][j] = load_lanes(sums + (i * 4 + j) * plane + c, left);
         tile_transform(m, y);
-        const Vec<T> added = bias ? load_lanes(bias + c, left) : Vec<T>{};
-        store_lanes(to + c, y[0][0] + added, left);
-        if (beside) store_lanes(to + channels + c, y[0][1] + added, left);
-        if (below) store_lanes(to + out_line + c, y[1][0] + added, left);
-        if (below && beside) store_lanes(to + out_line + channels + c, y[1][1] + added, left);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 2
+          for (int j = 0; j < 2; ++j)
+            if (i < down && j < along)
+              store_lanes(to + i * out_line + j * channels + c,
+                          finish(y[i][j], 2 * r + i, (2 * t + j) * channels, c, left), left);
       });
     }
 }
 
 // Rows of pixels whose patches begin at `source`: `high` x `wide` pixels of `out_channels`. weights [16, channels, columns].
 template <typename T>
-void winograd_rows(const T* source, int64_t line, int64_t channels, const T* weights, int64_t columns, const T* bias,
-                   int64_t out_channels, int64_t high, int64_t wide, T* out, int64_t out_line, T* patches, T* sums,
-                   const Soon<T>& soon = {}) {
+void winograd_rows(const T* source, int64_t line, int64_t channels, const T* weights, int64_t columns,
+                   const Finish<T>& finish, int64_t out_channels, int64_t high, int64_t wide, T* out, int64_t out_line,
+                   T* patches, T* sums, const Soon<T>& soon = {}) {
   const int64_t rows = (high + 1) / 2, all = (wide + 1) / 2, most = std::max<int64_t>(kWinogradTiles / rows, 1);
   for (int64_t first = 0; first < all; first += most) {
     const Tiles tiles{rows, std::min(most, all - first), line};
@@ -204,8 +227,8 @@ void winograd_rows(const T* source, int64_t line, int64_t channels, const T* wei
     if (first == 0) all_sixteen.soon = soon;
     conv_row<T>(tiles.count(), out_channels, columns, &run, 1, patches, channels, sums, out_channels, nullptr,
                 all_sixteen);
-    transform_tiles(tiles, sums, out_channels, bias, out + 2 * first * out_channels, out_line, high,
-                    wide - 2 * first);
+    transform_tiles(tiles, sums, out_channels, finish.from(0, 2 * first * out_channels), out + 2 * first * out_channels,
+                    out_line, high, wide - 2 * first);
   }
 }
 

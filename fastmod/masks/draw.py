@@ -24,8 +24,8 @@ class Draw:
     """One parameter in one forward: the noise of its masks, and the samples that this run of the net meets.
 
     ``first`` is the sample of a run of one part; None when all parts run together under ``vmap``, whose hidden
-    dimension ``hiding`` then makes. ``weight`` and ``logits`` lie as the fused ops want them, a linear layer's as
-    [out, in].
+    dimension ``hiding`` then makes. ``weight`` is given, and ``logits`` kept, as the fused ops want them, a linear
+    layer's as [out, in].
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Draw:
         # Logits are fp32 so that small steps move them; kernels take them in the weight's dtype.
         logits = logits if logits.dtype == weight.dtype else logits.to(weight.dtype)
         if noise.transposed:
-            weight, logits = weight.t().contiguous(), logits.t().contiguous()
+            logits = logits.t().contiguous()
         seed = seed if seed.device == weight.device else seed.to(weight.device)  # a net on several devices
         self.weight, self.logits, self.seed, self.tau = weight, logits, seed, tau
         self.stream, self.transposed = noise.stream, noise.transposed

@@ -58,11 +58,13 @@ def noise_of(net: nn.Module, names: Sequence[str]) -> dict[str, Noise]:
 
 
 class ParameterNames:
-    """Names of the net's parameters, looked up anew when one is met that was not there before."""
+    """Names of the net's parameters, looked up anew when one is met that was not there before; and frozen ones
+    transposed, made anew when they change."""
 
     def __init__(self, net: nn.Module) -> None:
         self._net = net
         self._known: dict[int, tuple[Tensor, str]] = {}  # the parameter too: nothing else gets its id then
+        self._turned: dict[str, tuple[Tensor, int, Tensor]] = {}
 
     def name(self, parameter: Tensor) -> str | None:
         found = self._known.get(id(parameter))
@@ -70,6 +72,22 @@ class ParameterNames:
             self._known = {id(value): (value, name) for name, value in self._net.named_parameters()}
             found = self._known.get(id(parameter))
         return None if found is None else found[1]
+
+    def turned(self, name: str, weight: Tensor) -> Tensor:
+        """``weight.t()``, contiguous. Writes through ``.data`` do not count as changes, as in autograd."""
+        plain = type(weight) is Tensor or type(weight) is nn.Parameter
+        if weight.requires_grad or not plain or weight.is_inference() or torch.compiler.is_compiling():
+            return weight.t().contiguous()
+        known = self._turned.get(name)
+        if known is None or known[1] != weight._version or not _is_same(known[0], weight):
+            with torch.no_grad():
+                known = weight, weight._version, weight.t().contiguous()
+            self._turned[name] = known  # the weight too: nothing else gets its memory then
+        return known[2]
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape and a.dtype == b.dtype
 
 
 class Run:
@@ -100,9 +118,9 @@ class Run:
         return parameter if self._train_weights or not parameter.requires_grad else parameter.detach()
 
     def _draw(self, name: str, parameter: Tensor, first: int | None, hiding: together.Hiding | None = None) -> Draw:
-        place = self._noises[name]
+        place, weight = self._noises[name], self._weight(parameter)
         return Draw(
-            self._weight(parameter),
+            self._name_of.turned(name, weight) if place.transposed else weight,
             self._logits[name],
             place,
             self._seeds[place.seed],

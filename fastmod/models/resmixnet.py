@@ -12,7 +12,15 @@ from torch.nn import functional as F
 from fastmod.nn import ExpertMixture, ExpertStack
 from fastmod.nn._parts import positive_sizes
 from fastmod.nn._pending import Pending, finish
-from fastmod.nn.expert_layers import ExpertBottleneck, ExpertConv, ExpertNorm, check_images, count_batches
+from fastmod.nn.expert_layers import (
+    ExpertBottleneck,
+    ExpertConv,
+    ExpertNorm,
+    chained,
+    check_images,
+    count_batches,
+)
+from fastmod.ops import _conv_chain as chain
 from fastmod.ops import _pool_linear as pool_linear
 
 
@@ -31,6 +39,9 @@ class _Net(nn.Module):
         """Images ``[B, C, H, W]`` -> ``[B, 16, H', W']``, written out, as shortcuts add it."""
         check_images(x, self.in_channels)
         count_batches(x, self)
+        if chain.served(x) and not self.stem_norm.training:
+            layer = chained(self.stem.weight, self.stem.bias, self.stem.stride, self.stem_norm, 0, relu=True)
+            return chain.conv_chain(x, [layer]).squeeze(1)
         return finish(self.stem_norm.after(self.stem, x, relu=True)).squeeze(1)
 
     def leave(self, x: Tensor) -> Tensor:

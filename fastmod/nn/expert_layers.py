@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastmod.nn import _parts
 from fastmod.nn._pending import Pending, convolve, count_batch, finish, moved_by, reading
+from fastmod.ops import _conv_chain as chain
 from fastmod.ops._norm_convs import Conv, Found, Norm, norm_convs, served
 from fastmod.ops.batch_affine import Affine, batch_affine
 
@@ -91,10 +92,11 @@ class ExpertNorm(nn.Module):
     def affine(self, found: Found) -> Affine:
         """Scale and shift for what a convolution wrote, by its statistics in training, else by the running ones."""
         if found.scale is None or found.shift is None:
-            return self._by_running_statistics()
+            return self.by_running_statistics()
         return Affine(found.scale, found.shift)
 
-    def _by_running_statistics(self) -> Affine:
+    def by_running_statistics(self) -> Affine:
+        """Scale and shift in eval."""
         pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         tensors = (self.weight, self.bias, self.running_mean, self.running_var)
         if pure or torch.is_grad_enabled() or any(t.is_inference() for t in tensors):
@@ -156,6 +158,24 @@ def side_by_side(steps: list[Step]) -> list[Pending]:
     return results
 
 
+def chained(
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    norm: ExpertNorm | None,
+    source: int,
+    *,
+    relu: bool = False,
+    residual: int = -1,
+) -> chain.Layer:
+    """A convolution with the batch norm after it as a layer of :func:`fastmod.ops._conv_chain.conv_chain`."""
+    scale = None
+    if norm is not None:
+        scale, shift = norm.by_running_statistics()
+        bias = shift if bias is None else scale * bias + shift
+    return chain.Layer(weight, scale, bias, stride, relu, source, residual)
+
+
 class _Residual(nn.Module):
     """A block with something added in the end: its input or, where the shape changes, a 1x1 convolution of it."""
 
@@ -190,6 +210,16 @@ class ExpertBlock(_Residual):
         self.conv2 = ExpertConv(out_channels, out_channels, experts, 3)
         self.norm2 = ExpertNorm(out_channels, experts)
 
+    def chained(self, source: int, first: int) -> list[chain.Layer]:
+        """The block as layers of a chain: it reads value ``source``, its first layer gives value ``first``."""
+        layers = [chained(self.conv1.weight, None, self.conv1.stride, self.norm1, source, relu=True)]
+        around = source
+        if self.shortcut is not None:
+            around = first + 1
+            layers.append(chained(self.shortcut.weight, None, self.shortcut.stride, self.shortcut_norm, source))
+        layers.append(chained(self.conv2.weight, None, 1, self.norm2, first, relu=True, residual=around))
+        return layers
+
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         y, *around = side_by_side(self.begin(x))
         return finish(self.norm2.after(self.conv2, y), around[0] if around else x, gate=gate)
@@ -219,6 +249,11 @@ def count_batches(x: Tensor, *modules: nn.Module) -> None:
         return  # the convolutions before them do it
     children = [child for module in modules for child in module._modules.values()]
     count_batch([norm.num_batches_tracked for norm in children if isinstance(norm, ExpertNorm) and norm.training])
+
+
+def in_training(module: nn.Module) -> bool:
+    """Whether a batch norm of this module, or it itself, takes the statistics of the batch."""
+    return any(isinstance(norm, ExpertNorm) and norm.training for norm in (module, *module._modules.values()))
 
 
 def check_stride(name: str, stride: int) -> None:

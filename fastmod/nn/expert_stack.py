@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from fastmod import backend
 from fastmod.nn import _parts
 from fastmod.nn.basic_block import BasicBlock, Expert
-from fastmod.nn.expert_layers import ExpertBlock, ExpertNorm, check_images, check_stride, count_batches
+from fastmod.nn.expert_layers import ExpertBlock, ExpertNorm, check_images, check_stride, count_batches, in_training
 from fastmod.ops import _checks
+from fastmod.ops import _conv_chain as chain
 
 #: Of a block, in the order in which a module of He's block registers them.
 PAIRS = (("conv1", "norm1"), ("conv2", "norm2"), ("shortcut", "shortcut_norm"))
@@ -54,9 +55,18 @@ class ExpertStack(nn.Module):
         if gate is not None:
             gate = self.checked(gate, x)
         blocks = self.begin(x)
+        if chain.served(x) and not any(_is_watched(block) or in_training(block) for block in blocks):
+            return self._at_once(x, gate, blocks)
         for block in blocks[:-1]:
             x = block(x)
         return blocks[-1](x, gate)
+
+    @staticmethod
+    def _at_once(x: Tensor, gate: Tensor | None, blocks: list[ExpertBlock]) -> Tensor:
+        layers: list[chain.Layer] = []
+        for block in blocks:
+            layers += block.chained(len(layers), len(layers) + 1)
+        return chain.conv_chain(x, layers, gate)
 
     def begin(self, x: Tensor) -> list[ExpertBlock]:
         """The blocks, their batch norms told of a batch."""
@@ -116,6 +126,10 @@ class ExpertStack(nn.Module):
                         _unstack(getattr(ours, name), getattr(block, name), e)
             experts.append(expert)
         return experts  # type: ignore[return-value]
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _listed(experts: Sequence[nn.Module]) -> Sequence[nn.Module]:

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from fastmod.nn import _parts
 from fastmod.nn._pending import Pending, finish
-from fastmod.nn.expert_layers import ExpertNorm, Step, check_images, check_stride, count_batches, side_by_side, step
+from fastmod.nn.expert_layers import (
+    ExpertNorm,
+    Step,
+    chained,
+    check_images,
+    check_stride,
+    count_batches,
+    in_training,
+    side_by_side,
+    step,
+)
+from fastmod.ops import _conv_chain as chain
 from fastmod.ops import _pool_linear as pool_linear
 
 
@@ -67,6 +78,12 @@ class Gater(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.enter(x)
+        if chain.served(x) and not (self.norms is not None and in_training(self.norms)):
+            layers = []
+            for i, conv in enumerate(self._convolutions()):
+                bias = None if conv.bias is None else conv.bias.unsqueeze(0)
+                layers.append(chained(conv.weight.unsqueeze(0), bias, conv.stride[0], self._norm(i), i, relu=True))
+            return self.leave(Pending(chain.conv_chain(x, layers)))
         y: Tensor | Pending = x
         for i in range(len(self.convs)):
             (y,) = side_by_side([self.step(i, y)])
@@ -83,8 +100,10 @@ class Gater(nn.Module):
         """The i-th convolution, for who computes it beside others."""
         conv = self._convolutions()[i]
         bias = None if conv.bias is None else conv.bias.unsqueeze(0)
-        norm = None if self.norms is None else cast("ExpertNorm", self.norms[i])
-        return step(x, conv.weight.unsqueeze(0), bias, conv.stride[0], norm, relu=True)
+        return step(x, conv.weight.unsqueeze(0), bias, conv.stride[0], self._norm(i), relu=True)
+
+    def _norm(self, i: int) -> ExpertNorm | None:
+        return None if self.norms is None else cast("ExpertNorm", self.norms[i])
 
     def leave(self, x: Pending) -> Tensor:
         """What the last convolution wrote -> weights ``[B, E]``."""
@@ -92,7 +111,10 @@ class Gater(nn.Module):
             affine = {} if x.scale is None or x.shift is None else {"scale": x.scale[0], "shift": x.shift[0]}
             weight, bias, images = self.head.weight, self.head.bias, x.images.squeeze(1)
             return pool_linear.pool_linear(images, weight, bias, **affine, relu=True, pooled=self.pooled, softmax=True)
-        y = F.relu(x.images.squeeze(1)) if x.scale is None else finish(x).squeeze(1)
+        if x.scale is None:
+            y = F.relu(x.images.squeeze(1)) if x.relu else x.images.squeeze(1)
+        else:
+            y = finish(x).squeeze(1)
         return self.head(self._pool(y).flatten(1)).softmax(-1)
 
     def _convolutions(self) -> list[nn.Conv2d]:

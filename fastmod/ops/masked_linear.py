@@ -28,7 +28,7 @@ def masked_linear(
     """Part s of the batch through ``weight * mask_s``, the masks sampled as :func:`fastmod.ops.sample_mask` does.
 
     The masked copies of the weight never exist all at once, and not even one of them unless a sample has many rows on
-    the CPU: about 200 (:func:`row_limit`).
+    the CPU: hundreds (:func:`row_limit`).
 
     Args:
         x: ``[B, in]`` or ``[B, ..., in]``, B a multiple of S; rows ``s * B / S`` and on meet mask s.
@@ -174,10 +174,11 @@ BACKWARD = _autograd.define(
 #:
 #: With more rows a sample the masks cost little beside the products, at which torch's libraries are better. Both ways
 #: cost a + b * rows for every weight and sample, and torch's a fixed time on top, of its calls: two lines, which cross
-#: once, later for small weights. Measured on a Xeon with AVX-512, forward + backward with gradients of x and logits, 4
-#: samples, fp32, CPU time of one thread (others used the machine), both ways in turns, 8 to 1024 rows of 64 x 64,
-#: 256 -> 1024, 400 x 400, 1024 -> 256 and 2000 x 2000: the way taken was at most 10 % slower than the other.
-ROW_LIMITS = {"avx512": (200, 3_500_000), "avx2": (150, 2_000_000), "baseline": (48, 200_000)}
+#: once, later for small weights. Measured with AVX-512 on a Zen 4, without on a Xeon and before the gradient of x had a
+#: pass of its own; forward + backward with gradients of x and logits, 4 samples, fp32, CPU time of one thread (others
+#: used the machine), both ways in turns, up to 1024 rows of 64 x 64, 256 -> 1024, 400 x 400, 1024 -> 256 and
+#: 2000 x 2000: the way taken was at most 10 % slower than the other.
+ROW_LIMITS = {"avx512": (250, 60_000_000), "avx2": (150, 2_000_000), "baseline": (48, 200_000)}
 
 
 def row_limit(weight: Tensor, triton: bool) -> int | None:

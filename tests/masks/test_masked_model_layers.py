@@ -215,6 +215,30 @@ def test_layers_that_run_together(name: str) -> None:
     assert assert_parts(make(), inputs(), **options)._together
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.detach().mul_(2),
+        lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 2)),
+        lambda layer: layer.load_state_dict({key: 2 * value for key, value in layer.state_dict().items()}),
+        lambda layer: layer.double(),
+    ],
+    ids=["in place", "another", "loaded", "converted"],
+)
+def test_a_frozen_conv1d_is_followed_when_it_changes(change: Callable[[nn.Module], Any]) -> None:
+    """Its transposed copy is kept from one forward to the next."""
+    net, x = Conv1D(8, 6), torch.randn(8, 5, 8)
+    masked = MaskedModel(net, SAMPLES)
+    before = masked(x)
+    change(net)
+    x = x.to(net.weight.dtype)
+    torch.manual_seed(0)
+    found = masked(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, MaskedModel(net, SAMPLES)(x), rtol=0, atol=0)
+    assert found.shape == before.shape
+
+
 # ---------------------------------------------------------------------------------------------------------- attention
 
 

@@ -204,7 +204,7 @@ def test_row_limits() -> None:
     """What was measured: rows up to which the kernels win, fewer for large weights, fewer without wide vectors."""
     module, large, small = fastmod._extension.MODULE, torch.empty(2000, 2000), torch.empty(64, 64)
     try:
-        for isa, limits in {"avx512": (200, 1054), "avx2": (150, 638), "baseline": (48, 96)}.items():
+        for isa, limits in {"avx512": (265, 14898), "avx2": (150, 638), "baseline": (48, 96)}.items():
             if isa in isas():
                 module.set_cpu_isa(isa)
                 assert (ROW_LIMIT(large, False), ROW_LIMIT(small, False)) == limits
