@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastmod.data import DataError
 from fastmod.runs import checkpoint
 from fastmod.runs.config import changed
 from fastmod.runs.engine import record_of
@@ -100,6 +101,20 @@ def test_tasks_are_data_sets_in_domains(data: Path) -> None:
     noisy = sources.task("mnist", "shot_noise", place, colours=3, **how)
     assert noisy.train.images.shape == (7, 3, 28, 28) and noisy.title == "MNIST shot noise"
     assert not noisy.train.images[:, 0].equal(images[:7]) and noisy.train.images[:, 0].equal(noisy.train.images[:, 2])
+
+
+def test_images_that_are_held_back_stand_for_the_test(data: Path) -> None:
+    place = sources.where(str(data), False)
+    how: dict[str, Any] = {"side": 28, "colours": 1, "test": 0, "seed": 3}
+    images, labels, _, _ = sources.read("mnist", place)
+    found = sources.task("mnist", "original", place, train=0, held_back=5, **how)
+    assert found.train.images.equal(images[:-5, None]) and found.train.labels.equal(labels[:-5])
+    assert found.test.images.equal(images[-5:, None]) and found.test.labels.equal(labels[-5:])
+    assert len(sources.task("mnist", "original", place, train=7, held_back=5, **how).train.labels) == 7
+    with pytest.raises(DataError, match="held_back: expected fewer than"):
+        sources.task("mnist", "original", place, train=0, held_back=len(labels), **how)
+    trial = trial_of("comp-adapt", data, held_back=5)
+    assert isinstance(trial, AdaptTrial) and len(trial.new.test.labels) == 5
 
 
 def test_colours_become_brightness_and_sides_one(data: Path) -> None:
@@ -286,6 +301,18 @@ def test_tasks_that_share_a_domain_or_a_data_set() -> None:
         "sharing_domain_first": 1.0, "sharing_domain_last": 0.0, "sharing_data_first": 0.0, "sharing_data_last": 1.0,
         "sharing_neither_first": 0.0, "sharing_neither_last": 0.0,
     }  # fmt: skip
+
+
+def test_sharing_as_one_number_each() -> None:
+    study = registry.get("comp-multitask")
+    found = {"train_loss": 1.0, "accuracy": 90.0, "sharing_domain_first": 0.7, "sharing_data_first": 0.4,
+             "sharing_neither_first": 0.5, "sharing_domain_last": 0.2, "sharing_data_last": 0.9,
+             "sharing_neither_last": 0.1}  # fmt: skip
+    rows = {row.name: row for row in study.table(Outcome(study.defaults, [Record("mixture", 0, 9, 1.0, 5, found)], []))}
+    assert rows["mixture, sharing in the first third: same domain - neither"].mean == pytest.approx(0.2)
+    assert rows["mixture, sharing in the last third: same data set - neither"].mean == pytest.approx(0.8)
+    trunk = study.table(Outcome(study.defaults, [Record("trunk", 0, 9, 1.0, 5, {"train_loss": 1, "accuracy": 9})], []))
+    assert len(trunk) == 2
 
 
 # ---------------------------------------------------------------- a new task

@@ -23,7 +23,7 @@ from fastmod.tasks import corruptions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WARM_UP = 100  # steps of the second head alone, on the known domains
+_WARM_UP = 100  # steps of the opponent alone: what it says before it has learned anything moves shares at random
 
 
 @dataclass(frozen=True)
@@ -134,19 +134,29 @@ class AdaptTrial(StagedTrial):
             self.opponents_optimizer = torch.optim.Adam(self.opponent.parameters(), 1e-3)
         if not resumed:
             self._recalibrate(net)
-            if stage.name == "moments":
-                self._warm_up()
+            if self.opponent is not None:
+                self._warm_up(stage)
 
-    def _warm_up(self) -> None:
-        """The second head learns the known domains before it is asked about the new one."""
-        assert self.opponent is not None and self.opponents_optimizer is not None
-        index = self.data.draw(_WARM_UP, self.config.batch, self.generator("heads"))
-        for some in index:
+    def _warm_up(self, stage: Stage) -> None:
+        """The second head learns the known domains before it is asked about the new one, the discriminator to tell it
+        from them before it is fooled."""
+        assert self.opponent is not None
+        generator = self.generator("heads")
+        known = self.data.draw(_WARM_UP, self.config.batch, generator)
+        new = self.new_data.draw(_WARM_UP, self.config.batch * self.domains, generator)
+        for some, other in zip(known, new, strict=True):
             images, labels = self.data(some)
-            with torch.no_grad():
-                features = self.known.embed(images, None).transpose(0, 1)  # [S, B, F]
-            scores = self.opponent(features)
-            self._train_opponent(F.cross_entropy(scores.flatten(0, 2), labels.repeat(2, 1, 1).flatten()))
+            if stage.name == "moments":
+                with torch.no_grad():
+                    features = self.known.embed(images, None).transpose(0, 1)  # [S, B, F]
+                scores = self.opponent(features)
+                loss = F.cross_entropy(scores.flatten(0, 2), labels.repeat(2, 1, 1).flatten())
+            else:
+                with torch.no_grad():
+                    theirs = self.known.features(images, None).flatten(0, 1)
+                    ours = self.model.features(self.new_data(other[0])[0], self.number).squeeze(1)
+                loss = alignment.discriminator_loss(self.opponent(theirs), self.opponent(ours))
+            self._train_opponent(loss)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if not self.extra["stage"]:
