@@ -117,6 +117,14 @@ def test_images_that_are_held_back_stand_for_the_test(data: Path) -> None:
     assert isinstance(trial, AdaptTrial) and len(trial.new.test.labels) == 5
 
 
+def test_a_margin_makes_digits_smaller(data: Path) -> None:
+    trial = trial_of("comp-adapt", data, margin=3, side=22)
+    assert isinstance(trial, AdaptTrial)
+    images = trial.new.train.images[:, 0]
+    own = sources.read("usps", trial.config.place)[0]
+    assert images[:, 3:-3, 3:-3].equal(own) and images.sum() == own.sum()
+
+
 def test_colours_become_brightness_and_sides_one(data: Path) -> None:
     place = sources.where(str(data), False)
     found = sources.task("cifar10", "original", place, side=32, colours=1, train=0, test=0, seed=0)
@@ -431,6 +439,27 @@ def test_svhn_where_its_files_are(data: Path, tmp_path: Path) -> None:
     assert "svhn" not in trial_of("comp-adapt", tmp_path, svhn="no").tasks
 
 
+def test_the_discriminator_learns_before_shares_listen_to_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that begin to move with an opponent that knows nothing go anywhere: it is trained first, without them."""
+    monkeypatch.setattr(adapt, "_WARM_UP", 30)
+    trial = trial_of("comp-adapt", data, "compositional", steps=2, adapt_steps=2)
+    losses: list[float] = []
+    train = AdaptTrial._train_opponent
+    monkeypatch.setattr(
+        AdaptTrial, "_train_opponent", lambda self, loss: (losses.append(loss.item()), train(self, loss))[1]
+    )
+    trial.chunk()
+    trial.after_evaluation(trial.metrics())
+    assert isinstance(trial, AdaptTrial) and trial.stage.name == "adversarial"
+    assert len(losses) == 30 and sum(losses[-5:]) < sum(losses[:5])
+    assert trial.model.mixture(4).equal(trial.model.mixture(1))
+    rates = {}
+    for number, stage in enumerate(trial.stages[1:], 1):
+        trial.start(number)
+        rates[stage.name] = trial.optimizer.param_groups[0]["lr"]
+    assert rates == {"adversarial": 0.003, "moments": 0.003, "supervised": 0.03}
+
+
 def test_moment_distance_by_hand() -> None:
     known, new = torch.randn(3, 5, 4).double(), torch.randn(7, 4).double()
     total = 0.0
@@ -561,8 +590,9 @@ def test_runs_by_command(study: str, data: Path, tmp_path: Path) -> None:
      ("comp-transfer", "known=letters", "expected data sets"),
      ("comp-adapt", "begin=blurred", "begin: expected one of domains"),
      ("comp-adapt", "svhn=maybe", "svhn: expected auto, yes or no"),
+     ("comp-adapt", "margin=-1", "margin: expected 0 to 64"),
      ("comp-adapt", "domains=shear", "domains: expected two or more"),
-     ("comp-adapt", "adapt_lr=0", "adapt_lr and adapter_lr: expected more than 0")],
+     ("comp-adapt", "adapt_lr=0", "adapt_lr, supervised_lr and adapter_lr: expected more than 0")],
 )  # fmt: skip
 def test_bad_settings_are_named(tmp_path: Path, study: str, setting: str, words: str) -> None:
     refused(in_process("study", study, "--set", setting, "--out", tmp_path / "run"), words)

@@ -89,11 +89,13 @@ def task(
     test: int,
     seed: int,
     held_back: int = 0,
+    margin: int = 0,
 ) -> Task:
     """The first ``train`` and ``test`` images (0: all) of ``side`` x ``side`` pixels, with 1 or 3 colours.
 
     What is random of a domain is drawn from ``seed``, not the same for training and test. With ``held_back`` so many
-    training images, the last of the file, stand for the test images and are not trained on.
+    training images, the last of the file, stand for the test images and are not trained on. ``margin``: dark pixels
+    around the images before they get their side.
     """
     images, labels, test_images, test_labels = read(dataset, place)
     if held_back:
@@ -106,7 +108,7 @@ def task(
         some, right = (some[:most], right[:most]) if most else (some, right)
         if domain != "original":
             some = corrupt(some, domain, 2 * seed + number)
-        parts.append(Labelled(_shaped(some, side, colours), right))
+        parts.append(Labelled(_shaped(F.pad(some, (margin,) * 4), side, colours), right))
     return Task(title_of(dataset, domain), classes_of(dataset), *parts)
 
 

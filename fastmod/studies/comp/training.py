@@ -72,10 +72,10 @@ class CompConfig(Config):
     def place(self) -> sources.Where:
         return sources.where(self.data, self.verify)
 
-    def task(self, dataset: str, domain: str = "original") -> Task:
+    def task(self, dataset: str, domain: str = "original", margin: int = 0) -> Task:
         return sources.task(
             dataset, domain, self.place, side=self.side, colours=self.colours, train=self.train_images,
-            test=self.test_images, seed=self.data_seed, held_back=self.held_back,
+            test=self.test_images, seed=self.data_seed, held_back=self.held_back, margin=margin,
         )  # fmt: skip
 
 
