@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastmod.data import DataError
 from fastmod.runs import checkpoint
 from fastmod.runs.config import changed
 from fastmod.runs.engine import record_of
@@ -100,6 +101,28 @@ def test_tasks_are_data_sets_in_domains(data: Path) -> None:
     noisy = sources.task("mnist", "shot_noise", place, colours=3, **how)
     assert noisy.train.images.shape == (7, 3, 28, 28) and noisy.title == "MNIST shot noise"
     assert not noisy.train.images[:, 0].equal(images[:7]) and noisy.train.images[:, 0].equal(noisy.train.images[:, 2])
+
+
+def test_images_that_are_held_back_stand_for_the_test(data: Path) -> None:
+    place = sources.where(str(data), False)
+    how: dict[str, Any] = {"side": 28, "colours": 1, "test": 0, "seed": 3}
+    images, labels, _, _ = sources.read("mnist", place)
+    found = sources.task("mnist", "original", place, train=0, held_back=5, **how)
+    assert found.train.images.equal(images[:-5, None]) and found.train.labels.equal(labels[:-5])
+    assert found.test.images.equal(images[-5:, None]) and found.test.labels.equal(labels[-5:])
+    assert len(sources.task("mnist", "original", place, train=7, held_back=5, **how).train.labels) == 7
+    with pytest.raises(DataError, match="held_back: expected fewer than"):
+        sources.task("mnist", "original", place, train=0, held_back=len(labels), **how)
+    trial = trial_of("comp-adapt", data, held_back=5)
+    assert isinstance(trial, AdaptTrial) and len(trial.new.test.labels) == 5
+
+
+def test_a_margin_makes_digits_smaller(data: Path) -> None:
+    trial = trial_of("comp-adapt", data, margin=3, side=22)
+    assert isinstance(trial, AdaptTrial)
+    images = trial.new.train.images[:, 0]
+    own = sources.read("usps", trial.config.place)[0]
+    assert images[:, 3:-3, 3:-3].equal(own) and images.sum() == own.sum()
 
 
 def test_colours_become_brightness_and_sides_one(data: Path) -> None:
@@ -288,6 +311,18 @@ def test_tasks_that_share_a_domain_or_a_data_set() -> None:
     }  # fmt: skip
 
 
+def test_sharing_as_one_number_each() -> None:
+    study = registry.get("comp-multitask")
+    found = {"train_loss": 1.0, "accuracy": 90.0, "sharing_domain_first": 0.7, "sharing_data_first": 0.4,
+             "sharing_neither_first": 0.5, "sharing_domain_last": 0.2, "sharing_data_last": 0.9,
+             "sharing_neither_last": 0.1}  # fmt: skip
+    rows = {row.name: row for row in study.table(Outcome(study.defaults, [Record("mixture", 0, 9, 1.0, 5, found)], []))}
+    assert rows["mixture, sharing in the first third: same domain - neither"].mean == pytest.approx(0.2)
+    assert rows["mixture, sharing in the last third: same data set - neither"].mean == pytest.approx(0.8)
+    trunk = study.table(Outcome(study.defaults, [Record("trunk", 0, 9, 1.0, 5, {"train_loss": 1, "accuracy": 9})], []))
+    assert len(trunk) == 2
+
+
 # ---------------------------------------------------------------- a new task
 
 
@@ -402,6 +437,27 @@ def test_svhn_where_its_files_are(data: Path, tmp_path: Path) -> None:
     sources.read.cache_clear()
     assert list(trial_of("comp-adapt", tmp_path).tasks)[-1] == "svhn"
     assert "svhn" not in trial_of("comp-adapt", tmp_path, svhn="no").tasks
+
+
+def test_the_discriminator_learns_before_shares_listen_to_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that begin to move with an opponent that knows nothing go anywhere: it is trained first, without them."""
+    monkeypatch.setattr(adapt, "_WARM_UP", 30)
+    trial = trial_of("comp-adapt", data, "compositional", steps=2, adapt_steps=2)
+    losses: list[float] = []
+    train = AdaptTrial._train_opponent
+    monkeypatch.setattr(
+        AdaptTrial, "_train_opponent", lambda self, loss: (losses.append(loss.item()), train(self, loss))[1]
+    )
+    trial.chunk()
+    trial.after_evaluation(trial.metrics())
+    assert isinstance(trial, AdaptTrial) and trial.stage.name == "adversarial"
+    assert len(losses) == 30 and sum(losses[-5:]) < sum(losses[:5])
+    assert trial.model.mixture(4).equal(trial.model.mixture(1))
+    rates = {}
+    for number, stage in enumerate(trial.stages[1:], 1):
+        trial.start(number)
+        rates[stage.name] = trial.optimizer.param_groups[0]["lr"]
+    assert rates == {"adversarial": 0.003, "moments": 0.003, "supervised": 0.03}
 
 
 def test_moment_distance_by_hand() -> None:
@@ -534,8 +590,9 @@ def test_runs_by_command(study: str, data: Path, tmp_path: Path) -> None:
      ("comp-transfer", "known=letters", "expected data sets"),
      ("comp-adapt", "begin=blurred", "begin: expected one of domains"),
      ("comp-adapt", "svhn=maybe", "svhn: expected auto, yes or no"),
+     ("comp-adapt", "margin=-1", "margin: expected 0 to 64"),
      ("comp-adapt", "domains=shear", "domains: expected two or more"),
-     ("comp-adapt", "adapt_lr=0", "adapt_lr and adapter_lr: expected more than 0")],
+     ("comp-adapt", "adapt_lr=0", "adapt_lr, supervised_lr and adapter_lr: expected more than 0")],
 )  # fmt: skip
 def test_bad_settings_are_named(tmp_path: Path, study: str, setting: str, words: str) -> None:
     refused(in_process("study", study, "--set", setting, "--out", tmp_path / "run"), words)

@@ -23,15 +23,17 @@ from fastmod.tasks import corruptions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WARM_UP = 100  # steps of the second head alone, on the known domains
+_WARM_UP = 100  # steps of the opponent alone: what it says before it has learned anything moves shares at random
 
 
 @dataclass(frozen=True)
 class AdaptConfig(CompConfig):
-    steps: int = 1000  # on the known domains
-    adapt_steps: int = 300  # of each method
+    steps: int = 800  # on the known domains
+    adapt_steps: int = 200  # of each method
     lr: float = 2e-3
-    adapt_lr: float = 0.05  # of the logits: shares near 0 or 1 have small gradients, and 300 steps are few
+    logit_rate: float = 1.0  # one rate for all, as in the paper: shares that are not near 0 or 1 can still adapt
+    adapt_lr: float = 0.003  # of the logits: faster than that they run ahead of the discriminator
+    supervised_lr: float = 0.03  # of the logits where labels tell them where to go
     adapter_lr: float = 1e-3  # of the input adapter, where it is what adapts
     batch: int = 16
     evaluate_every: int = 200
@@ -41,6 +43,7 @@ class AdaptConfig(CompConfig):
     dropout: float = 0.3
     train_images: int = 10_000
     domains: tuple[str, ...] = ("original", "shear", "scale", "shot_noise")  # of MNIST
+    margin: int = 0  # dark pixels around USPS's digits, which touch the edges; with 3 they are of MNIST's size
     begin: str = "shear"  # whose mixture weights the new domain begins with
     svhn: str = "auto"  # as one more known domain: yes, no, or auto: where its files are
 
@@ -48,12 +51,15 @@ class AdaptConfig(CompConfig):
         super().__post_init__()
         if self.adapt_steps < 1 or self.adapt_steps % self.chunk:
             raise StudyError(f"adapt_steps: expected a multiple of chunk = {self.chunk}, got {self.adapt_steps}")
-        if not self.adapt_lr > 0 or not self.adapter_lr > 0:
-            raise StudyError(f"adapt_lr and adapter_lr: expected more than 0, got {self.adapt_lr}, {self.adapter_lr}")
+        rates = (self.adapt_lr, self.supervised_lr, self.adapter_lr)
+        if not min(rates) > 0:
+            raise StudyError(f"adapt_lr, supervised_lr and adapter_lr: expected more than 0, got {rates}")
         if len(self.domains) < 2 or not set(self.domains) <= set(corruptions.DOMAINS):
             raise StudyError(f"domains: expected two or more of {', '.join(corruptions.DOMAINS)}, got {self.domains}")
         if self.begin not in self.domains:
             raise StudyError(f"begin: expected one of domains = {', '.join(self.domains)}, got {self.begin!r}")
+        if not 0 <= self.margin <= 64:
+            raise StudyError(f"margin: expected 0 to 64, got {self.margin}")
         if self.svhn not in ("auto", "yes", "no"):
             raise StudyError(f"svhn: expected auto, yes or no, got {self.svhn!r}")
 
@@ -84,7 +90,7 @@ class AdaptTrial(StagedTrial):
         self.opponents_optimizer: torch.optim.Optimizer | None = None
         stages = [Stage("pretrained", config.steps), *(Stage(method, config.adapt_steps) for method in METHODS)]
         self.domains = len(tasks)
-        super().__init__(config, name, seed, device, tasks, config.task("usps"), stages)
+        super().__init__(config, name, seed, device, tasks, config.task("usps", margin=config.margin), stages)
 
     def build(self, config: AdaptConfig, name: str, seed: int) -> IsometricNet:
         fixed = name == "isometric"
@@ -134,25 +140,37 @@ class AdaptTrial(StagedTrial):
             self.opponents_optimizer = torch.optim.Adam(self.opponent.parameters(), 1e-3)
         if not resumed:
             self._recalibrate(net)
-            if stage.name == "moments":
-                self._warm_up()
+            if self.opponent is not None:
+                self._warm_up(stage)
 
-    def _warm_up(self) -> None:
-        """The second head learns the known domains before it is asked about the new one."""
-        assert self.opponent is not None and self.opponents_optimizer is not None
-        index = self.data.draw(_WARM_UP, self.config.batch, self.generator("heads"))
-        for some in index:
+    def _warm_up(self, stage: Stage) -> None:
+        """The second head learns the known domains before it is asked about the new one, the discriminator to tell it
+        from them before it is fooled."""
+        assert self.opponent is not None
+        generator = self.generator("heads")
+        known = self.data.draw(_WARM_UP, self.config.batch, generator)
+        new = self.new_data.draw(_WARM_UP, self.config.batch * self.domains, generator)
+        for some, other in zip(known, new, strict=True):
             images, labels = self.data(some)
-            with torch.no_grad():
-                features = self.known.embed(images, None).transpose(0, 1)  # [S, B, F]
-            scores = self.opponent(features)
-            self._train_opponent(F.cross_entropy(scores.flatten(0, 2), labels.repeat(2, 1, 1).flatten()))
+            if stage.name == "moments":
+                with torch.no_grad():
+                    features = self.known.embed(images, None).transpose(0, 1)  # [S, B, F]
+                scores = self.opponent(features)
+                loss = F.cross_entropy(scores.flatten(0, 2), labels.repeat(2, 1, 1).flatten())
+            else:
+                with torch.no_grad():
+                    theirs = self.known.features(images, None).flatten(0, 1)
+                    ours = self.model.features(self.new_data(other[0])[0], self.number).squeeze(1)
+                loss = alignment.discriminator_loss(self.opponent(theirs), self.opponent(ours))
+            self._train_opponent(loss)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if not self.extra["stage"]:
             return super().make_optimizer()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        rate = self.config.adapter_lr if self.model.body.logits is None else self.config.adapt_lr
+        rate = self.config.supervised_lr if self.stage.name == "supervised" else self.config.adapt_lr
+        if self.model.body.logits is None:
+            rate = self.config.adapter_lr
         return torch.optim.Adam([{"params": trained, "lr": rate, "first": rate}], foreach=True)
 
     # ---- training

@@ -156,6 +156,7 @@ class CompMultitask(Study):
             rows.append(outcome.row(f"{title}, training loss, sum over tasks", printed, records, "train_loss", note))
             rows.append(outcome.row(f"{title}, mean test accuracy (%)", "-", records, "accuracy", note))
             rows += [outcome.row(f"{title}, {name}", paper, records, key) for key, name, paper in _kept(records)]
+            rows += _differences(title, records)
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
@@ -176,6 +177,18 @@ def _kept(records: Sequence[Record]) -> list[tuple[str, str, str]]:
             paper = "shared (Figure 2b)" if kind == claim else "-"
             rows.append((f"sharing_{kind}_{place}", f"sharing in the {place} third: {name}", paper))
     return [row for row in rows if any(row[0] in record.result for record in records)]
+
+
+def _differences(title: str, records: Sequence[Record]) -> list[Row]:
+    """What Figure 2b claims, as one number each: what tasks share because of their domain or of their data set."""
+    rows = []
+    for place, kind, name in (("first", "domain", "same domain"), ("last", "data", "same data set")):
+        keys = (f"sharing_{kind}_{place}", f"sharing_neither_{place}")
+        values = [r.result[keys[0]] - r.result[keys[1]] for r in records if all(key in r.result for key in keys)]
+        if values:
+            text = f"{title}, sharing in the {place} third: {name} - neither"
+            rows.append(reports.row(text, "more than 0 (Figure 2b)", records, values))
+    return rows
 
 
 def _note(config: MultitaskConfig, records: Sequence[Record]) -> str:

@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmod.data import load_cifar10, load_cifar100, load_fashion_mnist, load_kmnist, load_svhn, load_usps, mnist
+from fastmod.data import (
+    DataError,
+    load_cifar10,
+    load_cifar100,
+    load_fashion_mnist,
+    load_kmnist,
+    load_svhn,
+    load_usps,
+    mnist,
+)
 from fastmod.tasks import Labelled
 from fastmod.tasks.corruptions import corrupt
 
@@ -79,18 +88,27 @@ def task(
     train: int,
     test: int,
     seed: int,
+    held_back: int = 0,
+    margin: int = 0,
 ) -> Task:
     """The first ``train`` and ``test`` images (0: all) of ``side`` x ``side`` pixels, with 1 or 3 colours.
 
-    What is random of a domain is drawn from ``seed``, not the same for training and test.
+    What is random of a domain is drawn from ``seed``, not the same for training and test. With ``held_back`` so many
+    training images, the last of the file, stand for the test images and are not trained on. ``margin``: dark pixels
+    around the images before they get their side.
     """
     images, labels, test_images, test_labels = read(dataset, place)
+    if held_back:
+        if held_back >= len(labels):
+            raise DataError(f"held_back: expected fewer than the {len(labels)} images of {dataset}, got {held_back}")
+        test_images, test_labels = images[-held_back:], labels[-held_back:]
+        images, labels = images[:-held_back], labels[:-held_back]
     parts = []
     for number, (some, right, most) in enumerate(((images, labels, train), (test_images, test_labels, test))):
         some, right = (some[:most], right[:most]) if most else (some, right)
         if domain != "original":
             some = corrupt(some, domain, 2 * seed + number)
-        parts.append(Labelled(_shaped(some, side, colours), right))
+        parts.append(Labelled(_shaped(F.pad(some, (margin,) * 4), side, colours), right))
     return Task(title_of(dataset, domain), classes_of(dataset), *parts)
 
 

@@ -44,6 +44,7 @@ class CompConfig(Config):
     average: float = 0.95  # of the weights that are evaluated, step by step; 0: the last ones
     train_images: int = 0  # of each task; 0: all
     test_images: int = 0
+    held_back: int = 0  # training images that stand for the test images: to choose settings by
     data: str | None = None  # a folder with folders of the data sets; none: FASTMOD_DATA
     data_seed: int = 0  # of noise in the images
     verify: bool = True  # MNIST is the official one
@@ -61,7 +62,7 @@ class CompConfig(Config):
         for name in ("dropout", "momentum", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise StudyError(f"{name}: expected 0 or more, below 1, got {getattr(self, name)}")
-        for name in ("weight_decay", "logit_rate", "train_images", "test_images", "data_seed"):
+        for name in ("weight_decay", "logit_rate", "train_images", "test_images", "held_back", "data_seed"):
             if not 0 <= getattr(self, name) < 2**31:
                 raise StudyError(f"{name}: expected 0 or more, below 2**31, got {getattr(self, name)}")
         if self.schedule not in ("cosine", "paper"):
@@ -71,10 +72,10 @@ class CompConfig(Config):
     def place(self) -> sources.Where:
         return sources.where(self.data, self.verify)
 
-    def task(self, dataset: str, domain: str = "original") -> Task:
+    def task(self, dataset: str, domain: str = "original", margin: int = 0) -> Task:
         return sources.task(
             dataset, domain, self.place, side=self.side, colours=self.colours, train=self.train_images,
-            test=self.test_images, seed=self.data_seed,
+            test=self.test_images, seed=self.data_seed, held_back=self.held_back, margin=margin,
         )  # fmt: skip
 
 
