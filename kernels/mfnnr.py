@@ -92,31 +92,32 @@ def weights_kernel(
     """Grid axis 1: linear layers, one entry each in the tuples, then the temperature; axis 0: tiles of a weight, each
     summed over the batch by one program. Inputs: the first KEPT at ``below``, the others x."""
     linear = tl.program_id(1)
-    if linear < len(OUTPUTS):
-        # Triton cannot index a tuple by what it computes, but choose among its entries.
-        grad_at = grads[0].to(tl.int64)
-        below_at = below[0].to(tl.int64)
-        dweight_at = dweights[0].to(tl.int64)
-        dbias_at = dbiases[0].to(tl.int64)
-        outputs = tl.full([], OUTPUTS[0], tl.int32)
-        inputs = tl.full([], INPUTS[0], tl.int32)
-        kept = tl.full([], KEPT[0], tl.int32)
-        for i in tl.static_range(1, len(OUTPUTS)):
-            own = linear == i
-            grad_at = tl.where(own, grads[i].to(tl.int64), grad_at)
-            below_at = tl.where(own, below[i].to(tl.int64), below_at)
-            dweight_at = tl.where(own, dweights[i].to(tl.int64), dweight_at)
-            dbias_at = tl.where(own, dbiases[i].to(tl.int64), dbias_at)
-            outputs = tl.where(own, OUTPUTS[i], outputs)
-            inputs = tl.where(own, INPUTS[i], inputs)
-            kept = tl.where(own, KEPT[i], kept)
-        weight_gradient(
-            grad_at.to(tl.pointer_type(CT)), below_at.to(tl.pointer_type(CT)), beside_ptr,
-            dweight_at.to(tl.pointer_type(DT)), dbias_at.to(tl.pointer_type(DT)), tl.program_id(0), B, outputs, inputs,
-            kept, BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, CT,
-        )  # fmt: skip
-    elif dtau_ptr is not None:
-        if tl.program_id(0) == 0:
+    if len(OUTPUTS) > 0:
+        if linear < len(OUTPUTS):
+            # Triton cannot index a tuple by what it computes, but choose among its entries.
+            grad_at = grads[0].to(tl.int64)
+            below_at = below[0].to(tl.int64)
+            dweight_at = dweights[0].to(tl.int64)
+            dbias_at = dbiases[0].to(tl.int64)
+            outputs = tl.full([], OUTPUTS[0], tl.int32)
+            inputs = tl.full([], INPUTS[0], tl.int32)
+            kept = tl.full([], KEPT[0], tl.int32)
+            for i in tl.static_range(1, len(OUTPUTS)):
+                own = linear == i
+                grad_at = tl.where(own, grads[i].to(tl.int64), grad_at)
+                below_at = tl.where(own, below[i].to(tl.int64), below_at)
+                dweight_at = tl.where(own, dweights[i].to(tl.int64), dweight_at)
+                dbias_at = tl.where(own, dbiases[i].to(tl.int64), dbias_at)
+                outputs = tl.where(own, OUTPUTS[i], outputs)
+                inputs = tl.where(own, INPUTS[i], inputs)
+                kept = tl.where(own, KEPT[i], kept)
+            weight_gradient(
+                grad_at.to(tl.pointer_type(CT)), below_at.to(tl.pointer_type(CT)), beside_ptr,
+                dweight_at.to(tl.pointer_type(DT)), dbias_at.to(tl.pointer_type(DT)), tl.program_id(0), B, outputs,
+                inputs, kept, BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, CT,
+            )  # fmt: skip
+    if dtau_ptr is not None:
+        if (linear == len(OUTPUTS)) & (tl.program_id(0) == 0):
             total = tl.zeros([], CT)
             if dtaus_ptr is not None:
                 total = sum_of(dtaus_ptr, parts, 1, BLOCK_T, CT)
@@ -282,19 +283,21 @@ def _weights(
     dtaus: Tensor | None,
     dtau: Tensor,
 ) -> list[Tensor]:
-    """Gradients of weights and biases; writes that of tau as well. ``below``: what a layer reads beside x."""
+    """Gradients of weights and biases, if any are given, and that of tau, which is written. ``below``: what a layer
+    reads beside x."""
     results = [torch.empty_like(p) for p in params]
     sizes = WEIGHT_TILE_FP64 if x.dtype == torch.float64 else WEIGHT_TILE
     read = [x.new_empty(0, dtype=dtau.dtype) if t is None else t for t in below]
     kept = [0 if t is None else t.shape[1] for t in below]
-    for first in range(0, len(grads), MOST_LINEARS):
+    for first in range(0, max(len(params) // 2, 1), MOST_LINEARS):
         own = slice(first, first + MOST_LINEARS)
         shapes = [weight.shape for weight in params[::2][own]]
         tiles = [triton.cdiv(o, sizes["BLOCK_O"]) * triton.cdiv(i, sizes["BLOCK_I"]) for o, i in shapes]
         with guard(x):
-            weights_kernel[(max(tiles), len(shapes) + (first == 0))](
-                grads=tuple(grads[own]), below=tuple(read[own]), beside_ptr=x, dweights=tuple(results[::2][own]),
-                dbiases=tuple(results[1::2][own]), dtaus_ptr=dtaus, dtau_ptr=dtau if first == 0 else None,
+            weights_kernel[(max(tiles, default=1), len(shapes) + (first == 0))](
+                grads=tuple(grads[own]), below=tuple(read[own]), beside_ptr=x,
+                dweights=tuple(results[::2][own]) or (dtau,), dbiases=tuple(results[1::2][own]) or (dtau,),
+                dtaus_ptr=dtaus, dtau_ptr=dtau if first == 0 else None,
                 B=x.shape[0], parts=0 if dtaus is None else dtaus.numel(), OUTPUTS=tuple(o for o, _ in shapes),
                 INPUTS=tuple(i for _, i in shapes), KEPT=tuple(kept[own]), PRECISION=precision_of(x),
                 DT=TRITON_TYPES[x.dtype], CT=compute_type(x), **sizes, **OPTIONS,
@@ -363,11 +366,10 @@ def mfnnr_backward(
         launch_add = None if dcontext is None else dcontext.view(batch, m, d)
         multiplex.launch_backward_blocks(weights, g, launch_add, mixed.view(batch, m, d))
         _through(of_route[0], route[0], dx.view(batch, m * d), blocks, base=mixed)
-    if not need_params:
-        return [dx, multiplex.zero_tau(x) if dtaus is None else dtaus.sum()]
     dtau = x.new_empty((), dtype=du.dtype)
     below = [None, *cut.route[:-1], cut.routed, *cut.update[:-1]]
-    return [dx, dtau, *_weights([*of_route, *of_update], below, blocks, params, dtaus, dtau)]
+    results = _weights([*of_route, *of_update], below, blocks, params if need_params else [], dtaus, dtau)
+    return [dx, dtau, *results]
 
 
 # ---- What `fastmod compile` builds of this file, and the tests check

@@ -27,7 +27,7 @@ from fastmod.gpu.targets import TARGETS, Target
 TESTED = [name for name, target in TARGETS.items() if target.triton and name not in ("sm_86", "sm_89")]
 ONE_OF_EACH_MAKER = ("sm_90", "gfx942")
 #: Their code depends on how the dtype is rounded; of the others fp16 is bf16 with another conversion.
-MASKS = ("sample_mask", "masked_linear", "masked_conv2d")
+MASKS = ("sample_mask", "masked_linear")
 #: Masks agree with other backends bit for bit only if every product is rounded.
 UNFUSED = {
     "sample_mask.forward_kernel",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmod
 from fastmod import ops
@@ -285,6 +286,47 @@ def test_repeats_are_bit_equal(hidden: tuple[int, ...]) -> None:
     inputs, grads = net.draw(), [torch.randn(5, 4, 5), torch.ones(()), torch.randn(5, 3, 4), torch.randn(5, 4)]
     results = [run(net.call(mode="gumbel"), inputs, grads) for _ in range(3)]
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("layers", [1, 2])
+def test_launches_of_wide_layers_in_triton(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+    """2 L + 4 and the sum of the penalty's parts forward, 2 L + 6 backward, in bf16 as in fp32: no casts, no copies, no
+    products of torch's."""
+    names = {
+        "mfnnr": ("linear_kernel", "linear_backward_kernel", "weights_kernel"),
+        "multiplex": ("tiled_forward_kernel", "backward_logits_kernel", "backward_blocks_kernel"),
+        "gated_residual": ("forward_kernel", "backward_kernel"),
+    }
+    kernels = {op: import_module(f"fastmod.kernels.{op}") for op in names}
+    launched = [backends.watched(monkeypatch, kernels[op], *own) for op, own in names.items()]
+    by_torch: set[str] = set()
+    # But for copy_, by which the interpreter hands its results over.
+    launches = {
+        f"aten::{name}" for name in ("sum", "_to_copy", "clone", "cat", "zeros", "mm", "addmm", "addmm_", "add")
+    }
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            by_torch.add(function.name().partition(".")[0])
+            return function(*arguments, **(options or {}))
+
+    hidden = (130,) * layers
+    for dtype in (torch.float32, torch.bfloat16):
+        x, route, update, *rest = kernel_arguments(Net(route=hidden, update=hidden, dtype=dtype))
+        with Seen():
+            *_, saved = kernels["mfnnr"].mfnnr_forward(x, route, update, *rest, True)
+        assert sum(map(len, launched)) == 2 * layers + 4
+        assert by_torch & launches == {"aten::sum"}
+        by_torch.clear()
+        with Seen():
+            grads = torch.ones(5, 4, 5, dtype=dtype), torch.ones(())
+            kernels["mfnnr"].mfnnr_backward(*grads, x, route, update, *rest, saved, True, True)
+        assert sum(map(len, launched)) == 4 * layers + 10
+        assert not by_torch & launches
+        by_torch.clear()
+        for each in launched:
+            each.clear()
 
 
 @pytest.mark.interpreted
