@@ -88,8 +88,9 @@ class MaskedModel(nn.Module):
         self._train_weights, self._unused = train_weights, unused
         chosen = masked_parameters(model, mask_bias, exclude)
         self._names = list(chosen)
+        noises = sampling.noise_of(model, self._names)
         self.logits = nn.ParameterDict(
-            {key_of(name): nn.Parameter(first_logits(p, init)) for name, p in chosen.items()}
+            {key_of(name): nn.Parameter(first_logits(p, init, noises[name].transposed)) for name, p in chosen.items()}
         )
         # In a tuple: a registered submodule would add its weights to parameters() and state_dict().
         self._held: tuple[nn.Module] = (model,)
@@ -373,10 +374,12 @@ def masked_parameters(
     return chosen
 
 
-def first_logits(parameter: Tensor, init: float) -> Tensor:
-    """In fp32 at least: steps of 1e-3 do not move a bf16 logit of 2."""
+def first_logits(parameter: Tensor, init: float, transposed: bool) -> Tensor:
+    """In fp32 at least: steps of 1e-3 do not move a bf16 logit of 2. ``transposed``: a matrix that lies in memory as
+    its transpose, which the fused op reads, and whose gradient it writes, without a copy."""
     dtype = torch.float32 if parameter.dtype in _REDUCED else parameter.dtype
-    return torch.full_like(parameter, init, dtype=dtype)
+    found = torch.full_like(parameter, init, dtype=dtype)
+    return found.t().contiguous().t() if transposed else found
 
 
 def key_of(name: str) -> str:

@@ -239,6 +239,14 @@ def test_a_frozen_conv1d_is_followed_when_it_changes(change: Callable[[nn.Module
     assert found.shape == before.shape
 
 
+def test_logits_of_a_conv1d_and_their_gradient_lie_as_the_fused_op_reads_them() -> None:
+    masked = MaskedModel(Conv1D(8, 6), SAMPLES)
+    logits = next(masked.parameters())
+    assert logits.shape == (8, 6) and logits.t().is_contiguous()
+    masked(torch.randn(8, 5, 8)).sum().backward()
+    assert logits.grad is not None and logits.grad.t().is_contiguous()
+
+
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
