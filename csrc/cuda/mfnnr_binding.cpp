@@ -236,8 +236,8 @@ StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& 
                                                   stream())));
       C10_CUDA_CHECK(mfnnr_route_backward<T>(
           data<C>(grad_routed), blocks_of<T>(xs[l]), kept.route.back(), own.route.back(), data<C>(weights),
-          data<C>(grad_x), context, has_taus ? data<C>(partials) + l * batch : nullptr, layer.routing.as<C>(), data<C>(grad_penalty),
-          static_cast<C>(threshold), layer.shape(), stream()));
+          data<C>(grad_x), context, has_taus ? data<C>(partials) + l * batch : nullptr, layer.routing.as<C>(),
+          data<C>(grad_penalty), static_cast<C>(threshold), layer.shape(), stream()));
       if (!want_x && !need_params) break;  // only the temperatures were wanted
       fnn_backward<T, W>(layer.route, kept.route, own.route, batch, allow_tf32);
       if (!want_x) break;

@@ -115,8 +115,8 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
     route_backward_kernel(const Compute<T>* grad_routed, const __grid_constant__ Blocks<T> x, const Compute<T>* logits,
                           Compute<T>* grad_logits, Compute<T>* weights, Compute<T>* grad_x, bool add,
-                          Compute<T>* tau_partials, const __grid_constant__ Routing<Compute<T>> routing, const Compute<T>* grad_penalty,
-                          Compute<T> threshold, const __grid_constant__ Shape shape, int lanes) {
+                          Compute<T>* tau_partials, const __grid_constant__ Routing<Compute<T>> routing,
+                          const Compute<T>* grad_penalty, Compute<T> threshold, const __grid_constant__ Shape shape, int lanes) {
   using C = Compute<T>;
   const int64_t row = blockIdx.x, features = shape.m * shape.d;
   const int m_count = static_cast<int>(shape.m), n_count = static_cast<int>(shape.n), d_count = static_cast<int>(shape.d);

@@ -212,8 +212,8 @@ struct Epilogue {
   }
 };
 
-// What a thread knows of its row: [x ; routed] once more, whole, each at a place of its own, beside those in `input`, which
-// are activations in chunks.
+// What a thread knows of its row: [x ; routed] once more, whole, each at a place of its own, beside those in `input`,
+// which are activations in chunks.
 template <typename T>
 struct RowForward {
   const RowThread& r;

@@ -267,7 +267,8 @@ struct alignas(4 * sizeof(T)) Weights4 {
 template <typename T>
 constexpr int kSlotBytes = kStages * 2 * kStackThreads * static_cast<int>(sizeof(Weights4<T>));
 
-// Four weights of W from shared memory, kOffset bytes behind an address, and a copy of as many to it: an instruction each.
+// Four weights of W from shared memory, kOffset bytes behind an address, and a copy of as many to it: one instruction
+// each.
 template <int kOffset, typename W>
 __device__ inline Weights4<W> read_unit(SharedAddress address) {
 #if defined(__CUDA_ARCH__)
@@ -566,9 +567,9 @@ __device__ inline float plain_sum(const LinearPlan<T, W>& plan, const float* act
   return sum;
 }
 
-// One linear layer: emit(column, value, at) for value[2][2][2], two pairs of neighbouring columns, from `column` and from
-// `column` + pairs_apart on, of rows g and g + 8: those of the last 16 columns that lie beyond the layer are zeros. at: where
-// they lie among activations that begin at `to`.
+// One linear layer: emit(column, value, at) for value[2][2][2], two pairs of neighbouring columns, from `column` and
+// from `column` + pairs_apart on, of rows g and g + 8: those of the last 16 columns that lie beyond the layer are zeros.
+// at: where they lie among activations that begin at `to`.
 template <bool kBackward>
 constexpr int pairs_apart = kBackward ? 2 : 8;
 template <typename T, typename W, bool kBackward, typename Emit>

@@ -376,8 +376,8 @@ def _by_reference(
     (_, cut, tau_value, mode, context, threshold, low), (need_x, need_tau, need_params) = numbers
 
     def plain(x: Tensor, tau: Tensor | None, seed: Tensor | None, *params: Tensor) -> tuple[Tensor, ...]:
-        x, *given = _checks.in_dtype(low, x, *params)
-        result = reference(x, given[:cut], given[cut:], tau, tau_value, seed, mode, context, threshold)
+        x, *cast = _checks.in_dtype(low, x, *params)
+        result = reference(x, cast[:cut], cast[cut:], tau, tau_value, seed, mode, context, threshold)
         return with_gradient(result.out, result.penalty, grad_out, grad_penalty)[0]
 
     grads = with_gradient(None, None, grad_out, grad_penalty)[1]
