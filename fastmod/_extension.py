@@ -133,7 +133,7 @@ def triton_ops() -> frozenset[str]:
         kernels = importlib.import_module("fastmod.kernels")
     except ImportError:
         return frozenset()
-    return frozenset([*kernels.register(), *COMPOSED, "masked_conv2d"])  # the last sample by sample, by sample_mask
+    return frozenset([*kernels.register(), *COMPOSED])
 
 
 _load()
