@@ -266,7 +266,7 @@ class CompAdapt(Study):
     paper = "Compositional models, Tables 3, 4, 11, 12"
     models = tuple(TITLES)
     default_models = models
-    default_seeds = "0"
+    default_seeds = "1"
     defaults = AdaptConfig()
     quick: ClassVar[dict[str, Any]] = {
         "steps": 20, "adapt_steps": 10, "evaluate_every": 10, "batch": 4, "layers": 4, "templates": 2,
