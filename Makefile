@@ -21,11 +21,11 @@ test: export CUBLAS_WORKSPACE_CONFIG = :4096:8
 # Two workers of pytest on two cores: threads that wait for others must not keep a core busy.
 test test-fast: export OMP_WAIT_POLICY = PASSIVE
 test: $(VENV)/.built check
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 # All but the tests that take more than about five seconds each.
 test-fast: $(VENV)/.built
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
 check: $(VENV)/.tools
 	$(BIN)/ruff check .

@@ -149,24 +149,24 @@ def bound_mfnnr(bindings: Any, case: Mfnnr, draw: int) -> dict[str, tuple[Tensor
     grad_out = random(1, dtype=dtype, seed=draw).expand(batch, n, d)
     grad_penalty = torch.tensor(0.3, dtype=wide)
     routing = (tau, 1.0, seed, case.mode, case.context, case.threshold)
-    *values, saved = bindings.mfnnr_forward(x, route, update, *routing, True)
+    *values, saved = bindings.mfnnr_forward(x, route, update, *routing, True, None)
     rows = sum(bias.numel() for bias in [*route[1::2], *update[1::2]]) + n * d
     assert saved.shape == (rows * -(-batch // 64) * 64,)
     assert saved.dtype == wide
-    *again, nothing = bindings.mfnnr_forward(x, route, update, *routing, False)
+    *again, nothing = bindings.mfnnr_forward(x, route, update, *routing, False, None)
     assert nothing.numel() == 0
     assert all(map(torch.equal, values, again))
 
     before = saved.clone()
     for grads in ((grad_out, grad_penalty), (grad_out, None), (None, grad_penalty)):
-        got = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, True, True)
-        grad_of_x, grad_of_tau = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, True, False)
+        got = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, True, True, None)
+        grad_of_x, grad_of_tau = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, True, False, None)
         assert torch.equal(grad_of_x, got[0])
         assert torch.equal(grad_of_tau, got[1])
-        empty, *rest = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, False, True)
+        empty, *rest = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, False, True, None)
         assert empty.numel() == 0
         assert all(map(torch.equal, rest, got[1:]))
-        no_x, only_tau = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, False, False)
+        no_x, only_tau = bindings.mfnnr_backward(*grads, x, route, update, *routing, saved, False, False, None)
         assert no_x.numel() == 0
         assert torch.equal(only_tau, got[1])
         assert saved.nan_to_num().equal(before.nan_to_num())  # its padding may hold anything
