@@ -1,7 +1,7 @@
 """Triton kernels, one file per op, registered under the schemas that ``fastmod/ops`` defines.
 
-``fastmod::<op>_forward.triton`` and ``..._backward.triton`` always lead here; where the extension has no CUDA kernels,
-so do the plain overloads on CUDA tensors. Neither nvcc nor the extension is needed. Importing this package needs
+``fastmod_triton::<op>_forward`` and ``..._backward`` always lead here; where the extension has no CUDA kernels, so do
+those of ``fastmod::`` on CUDA tensors. Neither nvcc nor the extension is needed. Importing this package needs
 triton.
 """
 
@@ -32,20 +32,19 @@ LAUNCHERS = _launchers()
 globals().update(LAUNCHERS)  # kernels.multiplex_forward
 
 # torch drops the registrations with the object that made them.
-_library: torch.library.Library | None = None
+_libraries: list[torch.library.Library] = []
 
 
 def register() -> list[str]:
     """Register every launcher, once; returns the names of the ops."""
-    global _library
-    if _library is None:
-        library = torch.library.Library("fastmod", "IMPL")
+    if not _libraries:
+        own, shared = (torch.library.Library(namespace, "IMPL") for namespace in ("fastmod_triton", "fastmod"))
         native = "cuda" in _extension.native_devices()
         for name, launcher in LAUNCHERS.items():
-            library.impl(f"{name}.triton", launcher, "CUDA")
+            own.impl(name, launcher, "CUDA")
             if os.environ.get("TRITON_INTERPRET") == "1":
-                library.impl(f"{name}.triton", launcher, "CPU")
+                own.impl(name, launcher, "CPU")
             if not native:
-                library.impl(name, launcher, "CUDA")
-        _library = library
+                shared.impl(name, launcher, "CUDA")
+        _libraries.extend((own, shared))
     return sorted({name.rsplit("_", 1)[0] for name in LAUNCHERS})

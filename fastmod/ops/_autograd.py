@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+#: Native kernels and Triton's have a namespace each, since both may serve one device.
+NAMESPACES = ("fastmod", "fastmod_triton")
 # torch drops the definitions with the object that made them.
-_library = torch.library.Library("fastmod", "FRAGMENT")
+_libraries = [torch.library.Library(namespace, "FRAGMENT") for namespace in NAMESPACES]
 
-#: ``(native, triton)``, chosen by ``kernel[triton]``: two overloads of one schema, as both may serve one device.
+#: ``(native, triton)``, chosen by ``kernel[triton]``.
 Kernel = tuple[Any, Any]
 #: ``(info, in_dims, *arguments) -> (outputs, out_dims)``, as :func:`torch.library.register_vmap` takes it.
 Rule = Callable[..., tuple[Any, Any]]
@@ -24,21 +26,22 @@ Rule = Callable[..., tuple[Any, Any]]
 
 def define(schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None) -> Kernel:
     """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule."""
-    name, rest = schema.split("(", 1)
-    overloads = []
-    for suffix in ("", ".triton"):
-        if not _defined(name, suffix[1:]):
-            _library.define(f"{name}{suffix}({rest}")
-        torch.library.register_fake(f"fastmod::{name}{suffix}", fake, lib=_library)
-        overload = getattr(getattr(torch.ops.fastmod, name), suffix[1:] or "default")
-        torch.library.register_vmap(overload, (rule or by_elements)(overload), lib=_library)
-        overloads.append(overload)
-    return overloads[0], overloads[1]
+    name = schema.split("(", 1)[0]
+    kernels = []
+    for namespace, library in zip(NAMESPACES, _libraries, strict=True):
+        known = getattr(torch.ops, namespace)
+        if not hasattr(known, name):  # an extension from older sources, which stays unused, may have defined it
+            library.define(schema)
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        kernel = getattr(known, name).default
+        torch.library.register_vmap(kernel, (rule or by_elements)(kernel), lib=library)
+        kernels.append(kernel)
+    return kernels[0], kernels[1]
 
 
-def _defined(name: str, overload: str) -> bool:
-    """By an extension from older sources, which has been loaded before it was found out, and stays unused."""
-    return hasattr(torch.ops.fastmod, name) and (overload or "default") in getattr(torch.ops.fastmod, name).overloads()
+def in_triton(kernel: Any) -> bool:
+    """Whether a kernel is the second of its pair."""
+    return bool(kernel.namespace == NAMESPACES[1])
 
 
 class Op(torch.autograd.Function):
@@ -191,7 +194,7 @@ def over_copies(overload: Any, params: int) -> Rule:
         dims = in_dims[params]
         first = dims[0] if isinstance(dims, (list, tuple)) else dims
         nested = arguments[params][0].dim() > (2 if first is None else 3)
-        if nested or overload._overloadname == "triton":
+        if nested or in_triton(overload):
             return loop(info, in_dims, *arguments)
         found = overload(*[with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)])
         return found, _in_front_of(found)

@@ -259,7 +259,7 @@ def at_once(
     """Whether kernels serve all samples at once: the one place that decides it. Else torch's libraries convolve sample
     by sample: on the CPU, with groups, filters of more than 7 x 7, images of 2**31 numbers, nothing to do, and
     fp64."""
-    name = "fastmod::masked_conv2d_forward" + (".triton" if triton else "")
+    name = f"{_autograd.NAMESPACES[triton]}::masked_conv2d_forward"
     key = "CUDA" if x.is_cuda else "CPU"  # where the host harness and Triton's interpreter have it, none else
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
         return False

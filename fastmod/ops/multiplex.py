@@ -157,7 +157,7 @@ def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
         apart = mode == MODES["gumbel"] or _autograd.batched(in_dims[tensors]) or (keep_tau and tau is not None)
         pairs = zip(arguments[tensors::2], in_dims[tensors::2], strict=True)  # tau and seed
         one = all(t is None or t.dim() == _autograd.batched(dim) for t, dim in pairs)
-        if apart and one and overload._overloadname == "triton":
+        if apart and one and _autograd.in_triton(overload):
             fronts = [_autograd.with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)]
             return overload(*fronts), (0, 0, 0) if keep_tau else 0
         if apart:

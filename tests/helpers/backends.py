@@ -101,7 +101,8 @@ def chosen(backend: Backend) -> Iterator[None]:
 def kernel(name: str) -> Callable[..., Any]:
     """The kernel of the test's backend under a schema of ``fastmod/ops``, without the checks of the public function."""
     assert _current is not None
-    return getattr(getattr(torch.ops.fastmod, name), "triton" if _current.choice == "triton" else "default")
+    found = getattr(torch.ops.fastmod_triton if _current.choice == "triton" else torch.ops.fastmod, name)
+    return found.default  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

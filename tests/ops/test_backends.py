@@ -75,8 +75,8 @@ def test_launchers_are_registered_under_the_schemas() -> None:
     missing = frozenset(fastmod.backend.OPS) - fastmod._extension.triton_ops()
     assert missing == {"inverted_residual"}
     for name in kernels.LAUNCHERS:
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}.triton", "CPU"), name
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}.triton", "CUDA"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod_triton::{name}", "CPU"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod_triton::{name}", "CUDA"), name
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{name}", "CUDA"), name
     blocks, logits = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
     with fastmod.use_backend("triton"):
