@@ -526,8 +526,8 @@ cudaError_t launch(const T* rows, const T* weight, const T* logits, const T* bia
   if (copies.count * noise.samples * shape.rows * width == 0) return cudaSuccess;
   const Plan plan = plan_of(shape, noise.samples, kBackward);
   const Problem<T> p{rows, weight, logits, biases, result, scratch, tickets, shape, noise, plan.slabs, plan.log_warps,
-                     plan.slabs_each, plan.blocks, plan.groups, plan.splits, plan.chunks_each, aligned(rows, depth),
-                     aligned(weight, shape.in) && aligned(logits, shape.in), !allow_tf32,
+                     plan.slabs_each, plan.blocks, plan.groups, plan.splits, plan.chunks_each, quads_aligned(rows, depth),
+                     quads_aligned(weight, shape.in) && quads_aligned(logits, shape.in), !allow_tf32,
                      near_quads(noise, shape.out * shape.in, shape.in)};
   const int threads = (kWarp * plan.slabs_each) << plan.log_warps;
   const auto kernel = product_kernel<T, kBackward>;

@@ -107,7 +107,7 @@ __device__ void copy_quad(T* to, const T* from, int valid) {
 __device__ inline int clamped(int64_t left) { return left <= 0 ? 0 : left < kQuad ? static_cast<int>(left) : kQuad; }
 
 template <typename T>
-inline bool aligned(const T* pointer, int64_t row) {
+inline bool quads_aligned(const T* pointer, int64_t row) {
   return reinterpret_cast<uintptr_t>(pointer) % (kQuad * sizeof(T)) == 0 && row % kQuad == 0;
 }
 

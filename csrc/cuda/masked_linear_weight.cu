@@ -471,11 +471,11 @@ cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* we
     return plain::backward_weight(grad, x, weight, logits, grad_weight, grad_logits, tau, shape, noise, stream);
   } else {
     if (shape.copies.count * shape.out * shape.in == 0) return cudaSuccess;
-    const bool vector_weight = aligned(weight, shape.in) && aligned(logits, shape.in) &&
-                               aligned(grad_weight, shape.in) && aligned(grad_logits, shape.in);
+    const bool vector_weight = quads_aligned(weight, shape.in) && quads_aligned(logits, shape.in) &&
+                               quads_aligned(grad_weight, shape.in) && quads_aligned(grad_logits, shape.in);
     const Problem<T> p{grad, x, weight, logits, grad_weight, grad_logits, tau, !allow_tf32,
                        near_quads(noise, shape.out * shape.in, shape.in),
-                       aligned(grad, shape.out) && aligned(x, shape.in), vector_weight, shape, noise};
+                       quads_aligned(grad, shape.out) && quads_aligned(x, shape.in), vector_weight, shape, noise};
     return blocks_of<T, 4, 2>(shape) < kEnoughBlocks ? launch<T, 2, 1>(p, stream) : launch<T, 4, 2>(p, stream);
   }
 }

@@ -375,9 +375,9 @@ cudaError_t norm_conv_forward(const ConvForward<T>* convs, int count, bool allow
             const auto& [input, weight, bias, y, mean, var, scratch, tickets, shape, norm, gap] = own[i];
             const Tiling tiling = product_tiling(shape, false);
             const int64_t row = static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel;
-            const bool vector = aligned(input.x, shape.in) && (!input.residual || aligned(input.residual, shape.in));
+            const bool vector = rows_aligned(input.x, shape.in) && (!input.residual || rows_aligned(input.residual, shape.in));
             const Problem<T> p{input, {}, weight, shape, shape.out_high(), shape.out_wide(), tiling,
-                               chunk_of<T>(shape), vector, aligned(weight, row) && aligned(weight, gap), !allow_tf32, gap};
+                               chunk_of<T>(shape), vector, rows_aligned(weight, row) && rows_aligned(weight, gap), !allow_tf32, gap};
             const int bytes = by_form(shape, false, Bytes<T, false>{p});
             group.add({p, bias, y, mean, var, scratch, tickets, norm, {}}, tiling.tiles, column_blocks(shape, false),
                       shape.experts, bytes);
@@ -405,10 +405,10 @@ cudaError_t norm_conv_backward_x(const ConvBackwardX<T>* convs, int count, bool 
             const Tiling tiling = product_tiling(shape, true);
             const int64_t row = static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel;
             const T *grad = conv.grad.grad, *y = conv.grad.y;
-            const bool vector = aligned(grad, shape.out) && (!y || aligned(y, shape.out));
+            const bool vector = rows_aligned(grad, shape.out) && (!y || rows_aligned(y, shape.out));
             const Problem<T> p{conv.input, conv.grad, conv.weight, shape, shape.out_high(), shape.out_wide(), tiling,
                                chunk_of<T>(shape), vector,
-                               aligned(conv.weight, row) && aligned(conv.weight, conv.weight_gap), !allow_tf32,
+                               rows_aligned(conv.weight, row) && rows_aligned(conv.weight, conv.weight_gap), !allow_tf32,
                                conv.weight_gap};
             const int bytes = by_form(shape, true, Bytes<T, true>{p});
             group.add({p, conv.grad_x, conv.grad_scale, conv.grad_shift, conv.grad_gate, conv.grad_sum,

@@ -422,9 +422,9 @@ cudaError_t norm_conv_backward_weight(const ConvBackwardWeight<T>* convs, int co
           for (int i = 0; i < size; ++i) {
             const auto& [grad, input, grad_weight, grad_bias, scratch, tickets, shape] = own[i];
             const Tiling tiling = weight_tiling(shape);
-            const bool vector = aligned(grad.grad, shape.out) && (!grad.y || aligned(grad.y, shape.out));
+            const bool vector = rows_aligned(grad.grad, shape.out) && (!grad.y || rows_aligned(grad.y, shape.out));
             const Problem<T> p{input, grad, nullptr, shape, shape.out_high(), shape.out_wide(), tiling, 0,
-                               aligned(input.x, shape.in), vector, !allow_tf32};
+                               rows_aligned(input.x, shape.in), vector, !allow_tf32};
             const int bytes = by_form(shape, Bytes<T>{p});
             group.add({p, grad_weight, grad_bias, scratch, tickets, {}}, weight_shares(shape), weight_blocks(shape),
                       shape.experts, bytes);

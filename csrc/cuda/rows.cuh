@@ -6,7 +6,7 @@
 namespace fastmod::cuda {
 
 template <typename T>
-bool aligned(const T* pointer, int64_t row) {
+bool rows_aligned(const T* pointer, int64_t row) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && row * static_cast<int64_t>(sizeof(T)) % 16 == 0;
 }
 

@@ -380,7 +380,7 @@ cudaError_t template_mix_backward(const T* grad, const T* logits, const T* bank,
     Compute<T>* weights = scratch + parts * shape.rows * shape.templates;
     error = plain_mix_backward<T>(grad, logits, bank, weights, partials, grad_bank, shape, stream);
   } else if constexpr (sizeof(T) <= 4) {
-    const bool vector = aligned(grad, shape.size) && aligned(bank, shape.size);
+    const bool vector = rows_aligned(grad, shape.size) && rows_aligned(bank, shape.size);
     const auto kernel = backward_kernel<T>;
     error = FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(parts, 1), kThreads, Backward<T>(shape).end, stream, grad, logits,
                                    bank, grad_bank, partials, shape, vector);

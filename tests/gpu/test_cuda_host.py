@@ -206,7 +206,7 @@ def test_entropy_of_many_rows(plain: Harness) -> None:
 # ---- sanitizers: the same checks, on small grids
 
 
-def check_everything(harness: Harness, dtypes: Sequence[torch.dtype]) -> None:
+def check_everything(harness: Harness, dtypes: Sequence[torch.dtype], mixings: Sequence[int] = (0, 1, 2)) -> None:
     for dtype in dtypes:
         check_multiplex(harness, Multiplex((5, 6, 7, 3), dtype, GUMBEL, pointers=True))
         check_multiplex(harness, Multiplex((3, 35, 2, 5), dtype))
@@ -216,7 +216,7 @@ def check_everything(harness: Harness, dtypes: Sequence[torch.dtype]) -> None:
         check_mask(harness, Mask(1028, dtype, samples=2, tau=0.5))
         check_masked_linear(harness, MaskedLinear((34, 66, 37), dtype, pointer=True))
         check_masked_linear(harness, MaskedLinear((5, 9, 68), dtype, tau=0.5, biased=False))
-        check_mixtures(harness, dtype)
+        check_mixtures(harness, dtype, mixings)
         check_mfnnr(harness, SMALL_MFNNR._replace(dtype=dtype))
     check_mfnnr(harness, Mfnnr((3, 5, 13, 11), (128,), (), mode=ARGMAX, context=False))
     check_mfnnr(harness, Mfnnr((35, 2, 2, 4), (36,), (8,)))
@@ -236,4 +236,4 @@ def test_address_and_undefined_behaviour_sanitizer(asan: Harness) -> None:
 
 
 def test_thread_sanitizer(tsan: Harness) -> None:
-    check_everything(tsan, (F32,))
+    check_everything(tsan, (F32,), mixings=(0,))  # threads meet in the same places whichever it is

@@ -53,7 +53,7 @@ def test_groups_of_copies(plain: Harness) -> None:
 
 
 def test_a_misaligned_copy_is_caught(plain: Harness) -> None:
-    with pytest.raises(LaunchError, match=r"misaligned cp\.async"):
+    with pytest.raises(LaunchError, match=r"cp\.async from a misaligned address"):
         probe(plain, "async_misaligned")
 
 

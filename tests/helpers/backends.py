@@ -102,7 +102,7 @@ def kernel(name: str) -> Callable[..., Any]:
     """The kernel of the test's backend under a schema of ``fastmod/ops``, without the checks of the public function."""
     assert _current is not None
     found = getattr(torch.ops.fastmod_triton if _current.choice == "triton" else torch.ops.fastmod, name)
-    return found.default  # type: ignore[no-any-return]
+    return found.default
 
 
 @contextlib.contextmanager

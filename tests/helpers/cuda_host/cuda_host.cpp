@@ -363,7 +363,7 @@ void push_async(const AsyncCopy& copy, int line) {
   if (copy.bytes != 4 && copy.bytes != 8 && copy.bytes != 16) {
     fail("cp.async of " + std::to_string(copy.bytes) + " bytes", *current);
   } else if (misaligned(copy.target) || misaligned(copy.source)) {
-    fail("misaligned cp.async", *current);
+    fail(misaligned(copy.target) ? "cp.async to a misaligned address" : "cp.async from a misaligned address", *current);
   }
   if (queue.begin == queue.end && queue.groups == 0) queue.begin = queue.end = 0;
   if (queue.end == kMaxAsync) std::abort();
