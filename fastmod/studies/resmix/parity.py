@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from fastmod.runs.study import Outcome, Row, Study
-from fastmod.studies.resmix import reports
-from fastmod.studies.resmix.pentomino import RelationConfig
-from fastmod.studies.resmix.training import ResMixTrial
+from fastmod.studies.resmix.relations import RelationConfig, RelationStudy
 from fastmod.tasks import Labelled, parity
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PAPER_EPOCHS = 200
-#: The rate that the paper's Table 4 prints for this task; (4,1) was not run on it there and has its rate of the other.
-RATES = {
-    "ResNet26": 0.05, "ResNet50": 0.1, "ResNet152": 0.05, "VGG19_BN": 0.01, "ResMixNet_2_2": 0.1, "ResMixNet_4_1": 0.01,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,47 +51,34 @@ def groups_of(classes: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"different parity": odd == 1, "same parity": odd != 1, "both even": odd == 0, "both odd": odd == 2}
 
 
-class ResMixParity(Study):
+class ResMixParity(RelationStudy):
     name = "resmix-parity"
     title = "MNIST Parity: does a mixture of experts learn a relation whatever its initial weights?"
     paper = "ResMixNet, section 4.1, Table 1, Figure 4"
-    models = ("ResMixNet_2_2", "ResNet26", "ResNet50", "ResNet152", "VGG19_BN", "ResMixNet_4_1")
     default_models = ("ResMixNet_2_2", "ResNet26")
-    default_seeds = "0"
     defaults = ParityConfig()
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {model: {"epochs": PAPER_EPOCHS} for model in models}
-    quick: ClassVar = {"epochs": 2, "images": 640, "valid_images": 250, "test_images": 250}
-
-    _PRINTED: ClassVar = {
+    # (4,1) was not run on this task and has its rate of the other.
+    rates: ClassVar = {
+        "ResNet26": 0.05, "ResNet50": 0.1, "ResNet152": 0.05, "VGG19_BN": 0.01, "ResMixNet_2_2": 0.1,
+        "ResMixNet_4_1": 0.01,
+    }  # fmt: skip
+    printed: ClassVar = {
         "ResNet26": ("370K", "30.96", "23.71"),
         "ResNet50": ("758K", "30.36", "23.34"),
         "ResNet152": ("3.66M", "11.24", "19.03"),
         "VGG19_BN": ("20M", "2.27", "0.10"),
         "ResMixNet_2_2": ("274K", "1.98", "0.07"),
     }
+    drawn: ClassVar = {
+        "valid_loss": "Validation loss (Figure 4 is the mean of five trials).",
+        "train_loss": "Training loss, the mean of each epoch.",
+        "error_valid": "Validation error.",
+    }
 
     def prepare(self, config: ParityConfig) -> None:
         for split in parity.SPLITS:
             _digits(split, *_source(config))
 
-    def trial(self, config: ParityConfig, model: str, seed: int, device: torch.device) -> ResMixTrial:
-        config = self.config_of(config, model)
+    def pictures(self, config: ParityConfig) -> tuple[dict[str, Labelled], dict[str, torch.Tensor]]:
         parts = _parts(config)
-        return ResMixTrial(
-            config, model, seed, device, rate=RATES[model], classes=2, stem_stride=2,
-            parts={part: images for part, (images, _) in parts.items()}, watched="valid",
-            groups=groups_of(parts["test"][1]),
-        )  # fmt: skip
-
-    def table(self, outcome: Outcome) -> list[Row]:
-        return reports.error_rows(outcome, self._PRINTED, PAPER_EPOCHS)
-
-    def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
-        return reports.figures(
-            outcome,
-            {
-                "valid_loss": "Validation loss (Figure 4 is the mean of five trials).",
-                "train_loss": "Training loss, the mean of each epoch.",
-                "error_valid": "Validation error.",
-            },
-        )
+        return {part: images for part, (images, _) in parts.items()}, groups_of(parts["test"][1])
