@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastmod._compiler import in_graph
+
 #: Native kernels and Triton's have a namespace each, since both may serve one device.
 NAMESPACES = ("fastmod", "fastmod_triton")
 # torch drops the definitions with the object that made them.
@@ -143,6 +145,59 @@ def spread(values: Sequence[Any], places: Sequence[int], count: int) -> list[Any
     for place, value in zip(places, values, strict=True):
         result[place] = value
     return result
+
+
+# ------------------------------------------------------------- whole ops
+
+
+def from_kernels(
+    name: str, forward: Kernel, backward: Kernel, reference: Callable[..., Tensor], tensors: int
+) -> Callable[..., Tensor]:
+    """The op of two kernels, for the usual case: ``forward`` takes ``tensors`` tensors, then numbers, and makes one;
+    ``backward`` takes its gradient in front, at the end which gradients are needed if its schema has ``needs``, and
+    gives one for each tensor. ``reference`` is the forward in plain PyTorch.
+
+    Returns:
+        ``run(triton, *arguments)``, with the arguments of ``forward``; for torch.compile one node.
+    """
+    asks = backward[0]._schema.arguments[-1].name == "needs"
+
+    def by_kernel(numbers: tuple[Any, ...], *given: Tensor | None) -> tuple[Tensor, ...]:
+        triton, rest, needs = numbers
+        found = backward[triton](*given, *rest, needs) if asks else backward[triton](*given, *rest)
+        each = (found,) if isinstance(found, Tensor) else found
+        return tuple(value for value, need in zip(each, needs, strict=True) if need)
+
+    def by_reference(numbers: tuple[Any, ...], grad: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
+        _, rest, needs = numbers
+        return pulled(lambda *values: reference(*values, *rest), _places(needs), grad, *given)
+
+    def kernel(triton: bool, *arguments: Any) -> Tensor:
+        return forward[triton](*arguments)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.triton, ctx.rest = inputs[0], inputs[1 + tensors :]
+        ctx.save_for_backward(*inputs[1 : 1 + tensors])
+
+    def node(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[1 : 1 + tensors]
+        found = gradients(by_kernel, by_reference, (ctx.triton, ctx.rest, needs), grad, *ctx.saved_tensors)
+        return None, *spread(found, _places(needs), tensors + len(ctx.rest))
+
+    methods: dict[str, Callable[..., Any]] = {"forward": kernel, "setup_context": setup_context, "backward": node}
+    op = type(name, (Op,), {key: staticmethod(method) for key, method in methods.items()})
+
+    @in_graph
+    def run(triton: bool, *arguments: Any) -> Tensor:
+        if wanted(*arguments[:tensors]):
+            return apply(op, triton, *arguments)
+        return forward[triton](*arguments)
+
+    return run
+
+
+def _places(needs: Sequence[bool]) -> list[int]:
+    return [i for i, need in enumerate(needs) if need]
 
 
 # ---------------------------------------------------------------------- vmap

@@ -6,14 +6,11 @@ gradient, which is all that is as large as the bank. The rest is plain PyTorch o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fastmod import backend
-from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
 from fastmod.ops.template_mix import check_mixture
 
@@ -34,7 +31,7 @@ def cluster_penalty(logits: Tensor, bank: Tensor, squared: bool = False) -> Tens
     chosen = backend.resolve("cluster_penalty", logits)
     _checks.flag("squared", squared)
     check_mixture(logits, bank)
-    table = distances(bank) if chosen == "reference" else _run(bank, chosen == "triton")
+    table = distances(bank) if chosen == "reference" else _run(chosen == "triton", bank)
     return from_table(logits, table, squared).to(_checks.compute_dtype(bank))
 
 
@@ -82,32 +79,4 @@ FORWARD = _autograd.define("cluster_penalty_forward(Tensor bank) -> Tensor", fak
 #: gradient of the bank from that of the distances, [K, K], fp64
 BACKWARD = _autograd.define("cluster_penalty_backward(Tensor grad, Tensor bank) -> Tensor", fake_backward)
 
-
-class Distances(_autograd.Op):
-    @staticmethod
-    def forward(triton: bool, bank: Tensor) -> Tensor:
-        return FORWARD[triton](bank)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.triton = inputs[0]
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, *_autograd.gradients(_by_kernel, _by_reference, ctx.triton, grad, *ctx.saved_tensors)
-
-
-def _by_kernel(triton: bool, grad: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
-    return (BACKWARD[triton](grad, bank),)
-
-
-def _by_reference(triton: bool, grad: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
-    return _autograd.pulled(distances, [0], grad, bank)
-
-
-@in_graph
-def _run(bank: Tensor, triton: bool) -> Tensor:
-    if _autograd.wanted(bank):
-        return _autograd.apply(Distances, triton, bank)
-    return FORWARD[triton](bank)
+_run = _autograd.from_kernels("Distances", FORWARD, BACKWARD, distances, 1)

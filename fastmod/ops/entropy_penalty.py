@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastmod import backend
-from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
 from fastmod.ops.template_mix import check_logits
 
@@ -30,7 +29,7 @@ def entropy_penalty(logits: Tensor) -> Tensor:
     try:
         if backend.autocast_enabled(logits.device.type) and logits.dtype != torch.float64:
             logits = logits.float()  # a penalty is a loss and stays in fp32
-        return _run(logits, chosen == "triton")
+        return _run(chosen == "triton", logits)
     except Exception:
         check_logits(logits)
         raise
@@ -79,32 +78,4 @@ def _forward_rule(overload: Any) -> _autograd.Rule:
 FORWARD = _autograd.define("entropy_penalty_forward(Tensor logits) -> Tensor", fake_forward, _forward_rule)
 BACKWARD = _autograd.define("entropy_penalty_backward(Tensor grad, Tensor logits) -> Tensor", fake_backward)
 
-
-class EntropyPenalty(_autograd.Op):
-    @staticmethod
-    def forward(triton: bool, logits: Tensor) -> Tensor:
-        return FORWARD[triton](logits)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.triton = inputs[0]
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, *_autograd.gradients(_by_kernel, _by_reference, ctx.triton, grad, *ctx.saved_tensors)
-
-
-def _by_kernel(triton: bool, grad: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    return (BACKWARD[triton](grad, logits),)
-
-
-def _by_reference(triton: bool, grad: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    return _autograd.pulled(reference, [0], grad, logits)
-
-
-@in_graph
-def _run(logits: Tensor, triton: bool) -> Tensor:
-    if _autograd.wanted(logits):
-        return _autograd.apply(EntropyPenalty, triton, logits)
-    return FORWARD[triton](logits)
+_run = _autograd.from_kernels("EntropyPenalty", FORWARD, BACKWARD, reference, 1)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastmod import backend
-from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
 
 
@@ -32,7 +29,7 @@ def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
     try:
         if backend.autocast_enabled(x.device.type):
             x, new, gate = backend.lowered(x, new, gate)
-        return _run(x, new, gate, chosen == "triton")
+        return _run(chosen == "triton", x, new, gate)
     except Exception:
         _check(x, new, gate)
         raise
@@ -76,34 +73,4 @@ BACKWARD = _autograd.define(
     lambda overload: _autograd.folded(overload, 4),
 )
 
-
-class GatedResidual(_autograd.Op):
-    @staticmethod
-    def forward(triton: bool, x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
-        return FORWARD[triton](x, new, gate)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.triton = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():
-            return None, *BACKWARD[ctx.triton](grad, *ctx.saved_tensors)
-        return None, *_autograd.gradients(_by_kernel, _by_reference, ctx.triton, grad, *ctx.saved_tensors)
-
-
-def _by_kernel(triton: bool, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return BACKWARD[triton](grad, *tensors)
-
-
-def _by_reference(triton: bool, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return _autograd.pulled(reference, (0, 1, 2), grad, *tensors)
-
-
-@in_graph
-def _run(x: Tensor, new: Tensor, gate: Tensor, triton: bool) -> Tensor:
-    if _autograd.wanted(x, new, gate):
-        return _autograd.apply(GatedResidual, triton, x, new, gate)
-    return FORWARD[triton](x, new, gate)
+_run = _autograd.from_kernels("GatedResidual", FORWARD, BACKWARD, reference, 3)

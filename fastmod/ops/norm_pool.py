@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from fastmod import backend
-from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _images
 
 
@@ -32,7 +29,7 @@ def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = True) -> Ten
     if chosen == "reference":
         with backend.reference_autocast(x):
             return reference(x, *wide, relu)  # type: ignore[arg-type]
-    return _run(x, *wide, relu, chosen == "triton")  # type: ignore[arg-type]
+    return _run(chosen == "triton", x, *wide, relu)
 
 
 def _check(x: Tensor, scale: Tensor, shift: Tensor, relu: bool) -> None:
@@ -70,38 +67,4 @@ BACKWARD = _autograd.define(
     fake_backward,
 )
 
-
-class NormPool(_autograd.Op):
-    @staticmethod
-    def forward(triton: bool, relu: bool, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return FORWARD[triton](x, scale, shift, relu)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.triton, ctx.relu = inputs[:2]
-        ctx.save_for_backward(*inputs[2:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[2:]
-        numbers = (ctx.triton, ctx.relu, needs)
-        found = _autograd.gradients(_by_kernel, _by_reference, numbers, grad, *ctx.saved_tensors)
-        return None, None, *_autograd.spread(found, [i for i in range(3) if needs[i]], 3)
-
-
-def _by_kernel(numbers: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    triton, relu, needs = numbers
-    return _images.chosen(BACKWARD[triton](*tensors, relu, needs), needs)
-
-
-def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    _, relu, needs = numbers
-    places = [i for i in range(3) if needs[i]]
-    return _autograd.pulled(partial(reference, relu=relu), places, grad, *inputs)
-
-
-@in_graph
-def _run(x: Tensor, scale: Tensor, shift: Tensor, relu: bool, triton: bool) -> Tensor:
-    if _autograd.wanted(x, scale, shift):
-        return _autograd.apply(NormPool, triton, relu, x, scale, shift)
-    return FORWARD[triton](x, scale, shift, relu)
+_run = _autograd.from_kernels("NormPool", FORWARD, BACKWARD, reference, 3)

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from fastmod import backend
-from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _images
 
 
@@ -48,7 +47,7 @@ def norm_sum(
         if chosen == "reference":
             with backend.reference_autocast(x):
                 return reference(*tensors, relu)  # type: ignore[call-arg]
-        return _run(*tensors, relu, chosen == "triton")  # type: ignore[call-arg]
+        return _run(chosen == "triton", *tensors, relu)
     except Exception:
         _check(x, scale, shift, residual, residual_scale, residual_shift, gate, relu)
         raise
@@ -157,64 +156,4 @@ BACKWARD = _autograd.define(
     fake_backward,
 )
 
-
-class NormSum(_autograd.Op):
-    @staticmethod
-    def forward(
-        triton: bool,
-        relu: bool,
-        x: Tensor,
-        scale: Tensor,
-        shift: Tensor,
-        residual: Tensor | None,
-        residual_scale: Tensor | None,
-        residual_shift: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
-        return FORWARD[triton](x, scale, shift, residual, residual_scale, residual_shift, gate, relu)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.triton, ctx.relu = inputs[:2]
-        ctx.save_for_backward(*inputs[2:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[2:]
-        numbers = (ctx.triton, ctx.relu, needs)
-        found = _autograd.gradients(_by_kernel, _by_reference, numbers, grad, *ctx.saved_tensors)
-        places = [i for i, need in enumerate(needs) if need]
-        return None, None, *_autograd.spread(found, places, 7)
-
-
-def _by_kernel(numbers: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]:
-    triton, relu, needs = numbers
-    return _images.chosen(BACKWARD[triton](*tensors, relu, needs), needs)
-
-
-def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    _, relu, needs = numbers
-    places = [i for i, need in enumerate(needs) if need]
-
-    def function(*values: Any) -> Tensor:
-        return reference(*values, relu)  # type: ignore[call-arg]
-
-    return _autograd.pulled(function, places, grad, *inputs)
-
-
-@in_graph
-def _run(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    residual: Tensor | None,
-    residual_scale: Tensor | None,
-    residual_shift: Tensor | None,
-    gate: Tensor | None,
-    relu: bool,
-    triton: bool,
-) -> Tensor:
-    tensors = (x, scale, shift, residual, residual_scale, residual_shift, gate)
-    if _autograd.wanted(*tensors):
-        return _autograd.apply(NormSum, triton, relu, *tensors)
-    return FORWARD[triton](*tensors, relu)
+_run = _autograd.from_kernels("NormSum", FORWARD, BACKWARD, reference, 7)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastmod import backend
-from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _images
 
 #: Index = the kernels' number.
@@ -38,7 +35,7 @@ def template_mix(logits: Tensor, bank: Tensor, mixing: str = "softmax") -> Tenso
         number = MIXINGS.index(mixing)
         if backend.autocast_enabled(bank.device.type):
             logits, bank = backend.lowered(logits, bank)
-        return _run(logits, bank, number, chosen == "triton")
+        return _run(chosen == "triton", logits, bank, number)
     except Exception:
         _check(logits, bank, mixing)
         raise
@@ -110,41 +107,4 @@ BACKWARD = _autograd.define(
     fake_backward,
 )
 
-
-class TemplateMix(_autograd.Op):
-    @staticmethod
-    def forward(triton: bool, mixing: int, logits: Tensor, bank: Tensor) -> Tensor:
-        return FORWARD[triton](logits, bank, mixing)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.triton, ctx.mixing = inputs[:2]
-        ctx.save_for_backward(*inputs[2:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[2:]
-        if not torch.is_grad_enabled():
-            first, second = BACKWARD[ctx.triton](grad, *ctx.saved_tensors, ctx.mixing, needs)
-            return None, None, first if needs[0] else None, second if needs[1] else None
-        numbers = (ctx.triton, ctx.mixing, needs)
-        found = _autograd.gradients(_by_kernel, _by_reference, numbers, grad, *ctx.saved_tensors)
-        return None, None, *_autograd.spread(found, [i for i in range(2) if needs[i]], 2)
-
-
-def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, logits: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
-    triton, mixing, needs = numbers
-    return _images.chosen(BACKWARD[triton](grad, logits, bank, mixing, needs), needs)
-
-
-def _by_reference(numbers: tuple[Any, ...], grad: Tensor, logits: Tensor, bank: Tensor) -> tuple[Tensor, ...]:
-    _, mixing, needs = numbers
-    places = [i for i in range(2) if needs[i]]
-    return _autograd.pulled(partial(reference, mixing=mixing), places, grad, logits, bank)
-
-
-@in_graph
-def _run(logits: Tensor, bank: Tensor, mixing: int, triton: bool) -> Tensor:
-    if _autograd.wanted(logits, bank):
-        return _autograd.apply(TemplateMix, triton, mixing, logits, bank)
-    return FORWARD[triton](logits, bank, mixing)
+_run = _autograd.from_kernels("TemplateMix", FORWARD, BACKWARD, reference, 2)
