@@ -18,6 +18,7 @@ from fastmod.kernels._common import (
     OPTIONS,
     SOFTMAX,
     STREAM,
+    TRITON_TYPES,
     column_stats,
     compute_type,
     divide,
@@ -35,6 +36,7 @@ from fastmod.kernels._common import (
     uniform,
     uniform_of,
 )
+from fastmod.kernels._images import read
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
@@ -45,7 +47,7 @@ from fastmod.ops.multiplex import MODES, copies_of
 @triton.jit
 def route_rows(
     blocks_ptr, logits_ptr, out_ptr, copy_ptr, start, local, mask, tau, seed, threshold, M, N, D,
-    MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+    MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_D: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of rows ``start + local``; returns each row's share of the penalty over the logits."""
     rows = start + local
@@ -64,8 +66,8 @@ def route_rows(
                 w = soft_weight(z, best, total)
             else:
                 w = hard_weight(m, index, total)
-            x = tl.load(blocks_ptr + (b * M + m)[:, None] * D + d[None, :], mask=tile, other=0.0).to(CT)
-            acc += w[:, None] * x
+            x = tl.load(blocks_ptr + (b * M + m)[:, None] * D + d[None, :], mask=tile, other=0.0)
+            acc += w[:, None] * read(x, DT, CT)
         tl.store(out_ptr + rows[:, None] * D + d[None, :], acc, mask=tile)
     return squares
 
@@ -94,9 +96,10 @@ def forward_kernel(
     blocks_ptr, logits_ptr, out_ptr, copy_ptr, partials_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
     seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64, threshold: tl.float64, B: tl.int64, M: tl.int64,
     N: tl.int64, D: tl.int64, MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    CT: tl.constexpr,
+    DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of BLOCK_R rows of a copy, and with PENALTY one partial sum per program."""
+    """Outputs of BLOCK_R rows of a copy, and with PENALTY one partial sum per program. DT: what blocks are rounded to
+    as they are loaded."""
     blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr = of_copy(
         blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D
     )
@@ -106,22 +109,24 @@ def forward_kernel(
     squares = route_rows(
         blocks_ptr, logits_ptr, out_ptr, copy_ptr, pid * BLOCK_R, local, pid * BLOCK_R + local < R,
         temperature(tau_ptr, tau_value, CT), key(seed_ptr, seed_value), tl.full([], threshold, CT), M, N, D,
-        MODE, PENALTY, BLOCK_D, CT,
+        MODE, PENALTY, BLOCK_D, DT, CT,
     )  # fmt: skip
     if PENALTY:
         tl.store(partials_ptr + pid, tl.sum(squares, axis=0))
 
 
 @triton.jit
-def row_dot(grad_ptr, blocks_ptr, grad_base, block_base, mask, D, BLOCK_D: tl.constexpr, CT: tl.constexpr):
+def row_dot(
+    grad_ptr, blocks_ptr, grad_base, block_base, mask, D, BLOCK_D: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr
+):  # fmt: skip
     """``sum_d grad[row, d] * blocks[row, d]``."""
     acc = tl.zeros(grad_base.shape, CT)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         tile = mask[:, None] & (d < D)[None, :]
         g = tl.load(grad_ptr + grad_base[:, None] + d[None, :], mask=tile, other=0.0).to(CT)
-        x = tl.load(blocks_ptr + block_base[:, None] + d[None, :], mask=tile, other=0.0).to(CT)
-        acc += tl.sum(g * x, axis=1)
+        x = tl.load(blocks_ptr + block_base[:, None] + d[None, :], mask=tile, other=0.0)
+        acc += tl.sum(g * read(x, DT, CT), axis=1)
     return acc
 
 
@@ -130,7 +135,7 @@ def backward_logits_kernel(
     grad_ptr, blocks_ptr, logits_ptr, dlogits_ptr, weights_ptr, dtau_ptr, grad_penalty_ptr, tau_ptr,
     tau_value: tl.float64, seed_ptr, seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64,
     threshold: tl.float64, B: tl.int64, M: tl.int64, N: tl.int64, D: tl.int64,
-    MODE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+    MODE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the logits (with that of the penalty, if ``grad_penalty_ptr`` is given), one partial of d_tau per
     program, and the weights of the forward ``[B, M, N]`` for the gradient of the blocks.
@@ -158,14 +163,14 @@ def backward_logits_kernel(
     centre = tl.zeros(rows.shape, CT)
     for m in range(M):
         _, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
-        dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, CT)
+        dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, DT, CT)
         w = soft_weight(z, best, total)
         mean += w * dw
         centre += w * z
     dtau = tl.zeros(rows.shape, CT)
     for m in range(M):
         t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
-        dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, CT)
+        dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, DT, CT)
         w = soft_weight(z, best, total)
         dz = divide(w * (dw - mean), tau)
         # dz sum to 0 over m, so z may be measured from anywhere; from its own mean a rounding of `mean` does not count
@@ -250,7 +255,7 @@ def tiled_forward_kernel(
     seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64, threshold: tl.float64, B: tl.int64, M: tl.int32,
     N: tl.int32, D: tl.int32, MODE: tl.constexpr, PENALTY: tl.constexpr, COPIES: tl.constexpr, QUADS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_B batch elements of a copy, and with PENALTY one partial sum per program."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_B
@@ -282,8 +287,8 @@ def tiled_forward_kernel(
         d = start + tl.arange(0, BLOCK_D)[None, None, :]
         x = tl.load(
             blocks_ptr + begin * M * D + ((b * M + m) * D + d), mask=there & exists & (d < D), other=0.0
-        ).to(CT)  # fmt: skip
-        mixed = tl.sum(w[:, :, :, None] * x[:, :, None, :], axis=1)  # [b, n, d]
+        )  # fmt: skip
+        mixed = tl.sum(w[:, :, :, None] * read(x, DT, CT)[:, :, None, :], axis=1)  # [b, n, d]
         tl.store(
             out_ptr + begin * N * D + ((b * N + outputs) * D + d), mixed, mask=there & (outputs < N) & (d < D)
         )  # fmt: skip
@@ -402,9 +407,10 @@ def launch_forward(
     penalty: bool = False,
     more: int = 0,
     copies: int = 1,
+    dtype: tl.dtype | None = None,
 ) -> Tensor | None:
     """``out [B, N, D]`` from contiguous ``blocks [B, M, D]``, ``logits [B, M, N]``; returns the penalty's partials,
-    with room for ``more`` of them."""
+    with room for ``more`` of them. ``dtype``: what the blocks count as, if not their own."""
     batch, m, d = blocks.shape[0] // copies, *blocks.shape[1:]
     n = logits.shape[-1]
     wide = compute_type(blocks)
@@ -413,7 +419,8 @@ def launch_forward(
     partials = blocks.new_empty(programs + more, dtype=compute_dtype(blocks)) if penalty else None
     arguments = {
         "blocks_ptr": blocks, "logits_ptr": logits, "out_ptr": out, "copy_ptr": copy, "partials_ptr": partials,
-        "threshold": threshold, "B": batch, "M": m, "N": n, "D": d, "PENALTY": penalty, "CT": wide,
+        "threshold": threshold, "B": batch, "M": m, "N": n, "D": d, "PENALTY": penalty,
+        "DT": dtype or TRITON_TYPES[blocks.dtype], "CT": wide,
         **routing_args(tau, tau_value, seed, mode), **steps(tau, seed),
     }  # fmt: skip
     with guard(blocks):
@@ -437,6 +444,7 @@ def launch_backward_logits(
     threshold: float = 0.0,
     need_weights: bool = True,
     copies: int = 1,
+    dtype: tl.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of the logits ``[B, M, N]``, the weights ``[B, M, N]`` in the compute dtype, parts of the gradient of
     tau."""
@@ -451,8 +459,9 @@ def launch_backward_logits(
     with guard(blocks):
         backward_logits_kernel[(programs, copies)](
             grad_ptr=grad, blocks_ptr=blocks, logits_ptr=logits, dlogits_ptr=dlogits, weights_ptr=weights,
-            dtau_ptr=partials, grad_penalty_ptr=grad_penalty, threshold=threshold, B=batch, M=m, N=n, D=d, CT=wide,
-            **routing_args(tau, tau_value, seed, mode), **steps(tau, seed), **tile, **OPTIONS,
+            dtau_ptr=partials, grad_penalty_ptr=grad_penalty, threshold=threshold, B=batch, M=m, N=n, D=d,
+            DT=dtype or TRITON_TYPES[blocks.dtype], CT=wide, **routing_args(tau, tau_value, seed, mode),
+            **steps(tau, seed), **tile, **OPTIONS,
         )  # fmt: skip
     return dlogits, weights, partials
 
@@ -574,7 +583,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         options = {name: tile.pop(name) for name in OPTIONS}
         forward = {
             "blocks_ptr": p, "logits_ptr": p, "out_ptr": p, "copy_ptr": p if inside else None,
-            "partials_ptr": w if inside else None, "PENALTY": inside, **routing, **tile,
+            "partials_ptr": w if inside else None, "PENALTY": inside, "DT": dtype.element, **routing, **tile,
         }  # fmt: skip
         backward = {
             "grad_ptr": p, "blocks_ptr": p, "logits_ptr": p, "dblocks_ptr": p, "dlogits_ptr": p,
@@ -588,7 +597,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             "tau_ptr": "*fp32" if inside else None, "seed_ptr": "*i64" if inside else None,
             "MODE": MODES["gumbel" if inside else "softmax"],
         }  # fmt: skip
-        shared = {**row_tile(d, dtype.compute), "CT": dtype.compute, **routing}
+        shared = {**row_tile(d, dtype.compute), "DT": dtype.element, "CT": dtype.compute, **routing}
         forward = {
             "blocks_ptr": p, "logits_ptr": p, "out_ptr": p, "copy_ptr": p if inside else None,
             "partials_ptr": w if inside else None, "PENALTY": inside, **shared,
