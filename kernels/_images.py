@@ -87,7 +87,8 @@ def rounded(value, dtype: tl.constexpr):
     if _CUTS_OFF:
         if dtype == tl.bfloat16 and value.dtype != tl.bfloat16:
             bits = value.to(tl.int32, bitcast=True)
-            near = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+            # Without the bits that are cut off: of a subnormal number the interpreter keeps them.
+            near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
             return tl.where(value == value, near, value).to(dtype)
     return value.to(dtype)
 

@@ -22,13 +22,17 @@ Kernel = tuple[Any, Any]
 Rule = Callable[..., tuple[Any, Any]]
 
 
-def define(schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None) -> Kernel:
-    """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule."""
+def define(
+    schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None, triton_more: str = ""
+) -> Kernel:
+    """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule.
+    ``triton_more``: an argument that Triton's kernel alone has."""
     name, rest = schema.split("(", 1)
     overloads = []
     for suffix in ("", ".triton"):
         if not _defined(name, suffix[1:]):
-            _library.define(f"{name}{suffix}({rest}")
+            more = f", {triton_more}" if suffix and triton_more else ""
+            _library.define(f"{name}{suffix}({rest.replace(') ->', f'{more}) ->')}")
         torch.library.register_fake(f"fastmod::{name}{suffix}", fake, lib=_library)
         overload = getattr(getattr(torch.ops.fastmod, name), suffix[1:] or "default")
         torch.library.register_vmap(overload, (rule or by_elements)(overload), lib=_library)
