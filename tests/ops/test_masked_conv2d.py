@@ -33,6 +33,7 @@ from tests.helpers.mask_cases import (
 )
 from tests.helpers.masked_linear import NAMES
 from tests.ops.test_sample_mask import by_reference, module
+from tests.ops.test_smfr import Casts
 
 # What torch.nn.functional.conv2d takes, in the form it takes it.
 OPTIONS = {
@@ -229,8 +230,8 @@ def test_kernels_compile_fullgraph(backend: Backend) -> None:
 
 @pytest.mark.interpreted
 def test_launches_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks, products; masks, gradient of x, of the weights in parts, and these finished. 16 samples are three bytes of
-    masks."""
+    """Masks, products; gradients of the weights in parts with masks beside them, gradient of x, the parts finished. 16
+    samples are three bytes of masks."""
     from fastmod.kernels import masked_conv2d as triton_kernels
 
     names = "draw_kernel", "product_kernel", "weight_kernel", "finish_kernel"
@@ -241,7 +242,7 @@ def test_launches_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         out = layer(16)(*leaves)
         assert launched == ["draw_kernel", "product_kernel"]
         found = torch.autograd.grad(out.sum(), leaves)
-    assert launched[2:] == ["draw_kernel", "product_kernel", "weight_kernel", "finish_kernel"]
+    assert launched[2:] == ["weight_kernel", "product_kernel", "finish_kernel"]
     expected = by_reference(lambda *t: torch.autograd.grad(layer(16)(*t).sum(), t), *leaves)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -484,6 +485,28 @@ def test_autocast(backend: str) -> None:
     assert all(t.grad.dtype == torch.float32 for t in inputs)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide", ["all", "parameters", "x"])
+def test_autocast_casts_nothing_in_triton(low: torch.dtype, wide: str) -> None:
+    """Kernels round what they read: results are those of casts, and so are gradients before they were rounded."""
+    x, *parameters = draw(2, 1, 3, 5, (4, 3), (3, 2))
+    tensors = [x.to(low) if wide == "parameters" else x, *[t.to(low) if wide == "x" else t for t in parameters]]
+    found = []
+    with chosen(TRITON):
+        for own in (tensors, [t.to(low) for t in tensors]):
+            leaves = [t.detach().clone().requires_grad_() for t in own]
+            with torch.autocast("cpu", low), Casts() as casts:
+                out = layer(2, tau=0.7, padding=1)(*leaves)
+            with casts:
+                grads = torch.autograd.grad(out, leaves, out.detach() + 1)
+            assert casts.seen == []
+            assert [g.dtype for g in grads] == [t.dtype for t in own]
+            found.append([out, *[g.to(low) for g in grads]])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype == low and torch.equal(ours, theirs)
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 X, W, B = torch.zeros(6, 4, 5, 7), torch.zeros(8, 4, 3, 3), torch.zeros(8)
@@ -576,7 +599,7 @@ def fuzz(seed: int) -> None:
         leaves = [None if t is None or not t.is_floating_point() else t.requires_grad_() for t in tensors]
         run = import_module("fastmod.ops.masked_conv2d")._run
         geometry = stride, padding, dilation, groups
-        out = run(*leaves, seed, samples, *geometry, random_tau(choose), choose.choice([0] * 8 + [1, -1]), False)
+        out = run(*leaves, seed, samples, *geometry, random_tau(choose), choose.choice([0] * 8 + [1, -1]), False, None)
         size = choose.choice([1, 3, 5])
         if choose.random() < 0.7:
             return
