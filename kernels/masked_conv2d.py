@@ -58,6 +58,11 @@ def weight_tile(rows: int, depth: int, factors: tl.dtype) -> tuple[dict[str, int
     return {"BLOCK_N": block_n, "BLOCK_J": power(depth, 16, 64), "BLOCK_P": 32}, MORE_WARPS | exact
 
 
+def drawing_block(options: dict[str, Any]) -> int:
+    """Weights of a program that draws beside others: a Philox call for each thread, which serves four."""
+    return 128 * int(options["num_warps"])
+
+
 def geometry(
     x: Tensor,
     weight: Tensor,
@@ -268,11 +273,12 @@ def _parts(
     splits = triton.cdiv(images, whole) * parts
     width = (count if of_kind["WEIGHT"] else 0) + (outputs if of_kind["BIAS"] else 0)
     partials = x.new_empty((samples, splits, width), dtype=compute_dtype(x))
-    drawers = 0 if masks is None else triton.cdiv(triton.cdiv(count, BLOCK) * len(masks), columns)
+    block = drawing_block(options)
+    drawers = 0 if masks is None else triton.cdiv(triton.cdiv(count, block) * len(masks), columns)
     weight_kernel[(columns, samples * splits + drawers)](
         x_ptr=x, grad_ptr=grad, partials_ptr=partials, logits_ptr=logits, masks_ptr=masks, first=first, samples=samples,
         images=images, splits=splits, whole=whole, parts=parts, chunk=min(chunk, size), QUADS=count % 4 == 0,
-        BLOCK=BLOCK, **lies(x, grad), **constants, **of_kind, **blocks, **seed_args(seed), **options,
+        BLOCK=block, **lies(x, grad), **constants, **of_kind, **blocks, **seed_args(seed), **options,
     )  # fmt: skip
     return partials
 
@@ -348,7 +354,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         weights = {
             **constants, **sizes, "x_ptr": q, "grad_ptr": p, "partials_ptr": w, "WEIGHT": True, "BIAS": plain,
             "SOURCE_LAST": last, "OUT_LAST": last, "logits_ptr": q, "masks_ptr": "*u8", "seed_ptr": "*i64",
-            "QUADS": plain, "BLOCK": BLOCK,
+            "QUADS": plain, "BLOCK": drawing_block(options),
         }  # fmt: skip
         found.append(Specialisation(weight_kernel, weights, options, case, on_amd))
     for quads in (True, False):

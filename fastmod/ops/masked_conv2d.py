@@ -308,9 +308,9 @@ class Geometry(NamedTuple):
         self, x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor
     ) -> Tensor:
         sizes = self.samples, self.stride, self.padding, self.dilation
-        given = x, weight, logits, bias, bias_logits
-        cast = [t if t is None or self.low is None else t.to(self.low) for t in given]
-        return reference(*cast, seed, *sizes, 1, self.tau, self.first)
+        x, weight, logits = _checks.in_dtype(self.low, x, weight, logits)
+        bias, bias_logits = (t if t is None else _checks.in_dtype(self.low, t)[0] for t in (bias, bias_logits))
+        return reference(x, weight, logits, bias, bias_logits, seed, *sizes, 1, self.tau, self.first)
 
 
 class MaskedConv2d(_autograd.Op):

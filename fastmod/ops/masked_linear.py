@@ -216,7 +216,7 @@ class Linear:
         draws: Draws, x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor
     ) -> Tensor:
         x, weight, logits = _checks.in_dtype(draws.low, x, weight, logits)
-        bias = bias if bias is None or draws.low is None else bias.to(draws.low)
+        bias = bias if bias is None else _checks.in_dtype(draws.low, bias)[0]
         return reference(x, weight, logits, bias, bias_logits, seed, draws.samples, draws.tau, draws.first)
 
     def parts(self, batch: Tensor, samples: int) -> Sequence[Tensor]:

@@ -276,7 +276,8 @@ def fuzz(seed: int) -> None:
         (*tensors, seed, samples), grad = arguments()
         leaves = [None if t is None or not t.is_floating_point() else t.requires_grad_() for t in tensors]
         wrapped = MASKED_LINEAR._run
-        wrapped(*leaves, seed, samples, random_tau(choose), choose.choice([0] * 8 + [1, -1]), False).backward(grad)
+        first = choose.choice([0] * 8 + [1, -1])
+        wrapped(*leaves, seed, samples, random_tau(choose), first, False, None).backward(grad)
 
     calls = [whole, product]
     fuzzed(choose, calls)
