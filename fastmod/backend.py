@@ -175,7 +175,7 @@ def lowered(first: Tensor, *tensors: Any) -> tuple[Any, ...]:
 
 
 def rounded_by_kernel(first: Tensor, *tensors: Tensor) -> torch.dtype | None:
-    """The autocast dtype, if native kernels can round to it what they read, as ``lowered`` would, and nothing has to be
+    """The autocast dtype, if kernels can round to it what they read, as ``lowered`` would, and nothing has to be
     cast: ``first`` is of it or fp32, and so are ``tensors``, all alike. None where ``lowered`` is asked for."""
     dtype = torch.get_autocast_dtype(first.device.type)
     kinds = {t.dtype for t in tensors}

@@ -20,6 +20,12 @@ from fastmod.ops.multiplex import MODES
 SOFTMAX = tl.constexpr(MODES["softmax"])
 GUMBEL = tl.constexpr(MODES["gumbel"])
 STREAM = tl.constexpr(STREAM_MULTIPLEX)
+TRITON_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+}
 
 #: Options of every launch. Fusing multiplications into FMAs is stated because Triton's default is about to change.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}

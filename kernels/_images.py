@@ -85,11 +85,18 @@ def product(a, b, total, PRECISION: tl.constexpr):
 def rounded(value, dtype: tl.constexpr):
     """``value`` in ``dtype``, rounded to nearest: what is computed from it is as on a GPU, interpreted or not."""
     if _CUTS_OFF:
-        if dtype == tl.bfloat16:
+        if dtype == tl.bfloat16 and value.dtype != tl.bfloat16:
             bits = value.to(tl.int32, bitcast=True)
-            near = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+            # Without the bits that are cut off: of a subnormal number the interpreter keeps them.
+            near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
             return tl.where(value == value, near, value).to(dtype)
     return value.to(dtype)
+
+
+@triton.jit
+def read(value, dtype: tl.constexpr, CT: tl.constexpr):
+    """What was loaded, rounded to ``dtype`` as a cast would, unless it is of that dtype, and widened."""
+    return rounded(value, dtype).to(CT)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from fastmod.kernels._common import (
     GUMBEL,
     SOFTMAX,
+    TRITON_TYPES,
     compute_type,
     divide,
     excess,
@@ -24,7 +25,7 @@ from fastmod.kernels._common import (
     temperature,
     uniform,
 )
-from fastmod.kernels._images import power, precision, product, rounded
+from fastmod.kernels._images import power, precision, product, read, rounded
 from torch import Tensor
 
 from fastmod.ops._checks import compute_dtype
@@ -37,12 +38,6 @@ FUSED_HIDDEN = 128
 MOST_BLOCKS = 1024
 #: Arguments of a kernel may take 32,764 bytes.
 MOST_POINTERS = 2000
-TRITON_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float64: tl.float64,
-}
 
 
 # ---- The table
@@ -80,10 +75,11 @@ def offset_at(table_ptr, index, B):
 @triton.jit
 def accumulate(
     acc, in_ptr, weight_ptr, rows, mask, columns, inputs, outputs, stride, TRANSPOSED: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, CT: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, XT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """``acc += in[rows, :inputs] @ weight.T`` for the result's ``columns``, of which there are ``outputs``, or
-    ``@ weight`` if TRANSPOSED; rows of the weight are ``stride`` apart."""
+    ``@ weight`` if TRANSPOSED; rows of the weight are ``stride`` apart. XT and DT: what input and weight are rounded to
+    as they are loaded."""
     for start in range(0, inputs, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < inputs
@@ -95,31 +91,33 @@ def accumulate(
             at = columns.to(tl.int64)[None, :] * stride + k[:, None]
         w = tl.load(weight_ptr + at, mask=there, other=0.0)
         # sums by chunks round less
-        acc += product(x.to(CT), w.to(CT), tl.zeros(acc.shape, CT), PRECISION)
+        acc += product(read(x, XT, CT), read(w, DT, CT), tl.zeros(acc.shape, CT), PRECISION)
     return acc
 
 
 @triton.jit
 def fnn(
     params_ptr, widths_ptr, in_ptr, context_ptr, inputs, context, out_ptr, rows, mask, B, LINEARS: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr,
+    CT: tl.constexpr,
 ):  # fmt: skip
     """``[in ; context]`` through an FNN; what its layers make lies one after the other from ``out_ptr`` on. Returns
-    where its last layer's is, and what comes after that."""
+    where its last layer's is, and what comes after that. Parameters lie as PT and count as DT."""
     width = number_at(widths_ptr, 0)
-    weight_ptr = pointer_at(params_ptr, 0, DT)
+    weight_ptr = pointer_at(params_ptr, 0, PT)
     for start in range(0, width, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
         acc = tl.zeros([rows.shape[0], BLOCK_O], CT)
         acc = accumulate(
-            acc, in_ptr, weight_ptr, rows, mask, o, inputs, width, inputs + context, False, BLOCK_K, PRECISION, CT
-        )
+            acc, in_ptr, weight_ptr, rows, mask, o, inputs, width, inputs + context, False, BLOCK_K, PRECISION, CT, DT,
+            CT,
+        )  # fmt: skip
         if context_ptr is not None:
             acc = accumulate(
                 acc, context_ptr, weight_ptr + inputs, rows, mask, o, context, width, inputs + context, False, BLOCK_K,
-                PRECISION, CT,
+                PRECISION, CT, DT, CT,
             )  # fmt: skip
-        finish(acc, pointer_at(params_ptr, 1, DT), out_ptr, rows, mask, o, width, LINEARS > 1, CT)
+        finish(acc, pointer_at(params_ptr, 1, PT), out_ptr, rows, mask, o, width, LINEARS > 1, DT, CT)
     tl.debug_barrier()
     last_ptr = out_ptr
     out_ptr += B * width
@@ -130,10 +128,11 @@ def fnn(
             for start in range(0, width, BLOCK_O):
                 o = start + tl.arange(0, BLOCK_O)
                 acc = accumulate(
-                    tl.zeros([rows.shape[0], BLOCK_O], CT), last_ptr, pointer_at(params_ptr, 2 * i, DT), rows, mask, o,
-                    before, width, before, False, BLOCK_K, PRECISION, CT,
+                    tl.zeros([rows.shape[0], BLOCK_O], CT), last_ptr, pointer_at(params_ptr, 2 * i, PT), rows, mask, o,
+                    before, width, before, False, BLOCK_K, PRECISION, CT, DT, CT,
                 )  # fmt: skip
-                finish(acc, pointer_at(params_ptr, 2 * i + 1, DT), out_ptr, rows, mask, o, width, i < LINEARS - 1, CT)
+                bias_ptr = pointer_at(params_ptr, 2 * i + 1, PT)
+                finish(acc, bias_ptr, out_ptr, rows, mask, o, width, i < LINEARS - 1, DT, CT)
             tl.debug_barrier()
             last_ptr = out_ptr
             out_ptr += B * width
@@ -141,9 +140,9 @@ def fnn(
 
 
 @triton.jit
-def finish(acc, bias_ptr, out_ptr, rows, mask, o, width, hidden, CT: tl.constexpr):
+def finish(acc, bias_ptr, out_ptr, rows, mask, o, width, hidden, DT: tl.constexpr, CT: tl.constexpr):
     """Bias, LeakyReLU if it is a hidden layer's, and out."""
-    acc += tl.load(bias_ptr + o, mask=o < width, other=0.0).to(CT)[None, :]
+    acc += read(tl.load(bias_ptr + o, mask=o < width, other=0.0), DT, CT)[None, :]
     acc = tl.where((acc > 0) | (not hidden), acc, acc * SLOPE)
     tl.store(out_ptr + rows[:, None] * width + o[None, :], acc, mask=mask[:, None] & (o < width)[None, :])
 
@@ -151,7 +150,7 @@ def finish(acc, bias_ptr, out_ptr, rows, mask, o, width, hidden, CT: tl.constexp
 @triton.jit
 def through(
     grad_ptr, weight_ptr, to_ptr, hidden_ptr, rows, mask, outputs, columns, stride, ADD: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, CT: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """``to[rows, :columns] = grad[rows, :outputs] @ weight``, added to what is there if ADD; through the LeakyReLU that
     made ``hidden``, if given. ``stride``: inputs of the layer."""
@@ -159,7 +158,7 @@ def through(
         c = start + tl.arange(0, BLOCK_O)
         acc = accumulate(
             tl.zeros([rows.shape[0], BLOCK_O], CT), grad_ptr, weight_ptr, rows, mask, c, outputs, columns, stride,
-            True, BLOCK_K, PRECISION, CT,
+            True, BLOCK_K, PRECISION, CT, DT, CT,
         )  # fmt: skip
         at = rows[:, None] * columns + c[None, :]
         there = mask[:, None] & (c < columns)[None, :]
@@ -173,7 +172,7 @@ def through(
 @triton.jit
 def fnn_backward(
     params_ptr, widths_ptr, grads_ptr, saved_ptr, rows, mask, B, LINEARS: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of an FNN's last layer, which begins at ``grads_ptr``, to that of its first: each lies before
     the other, as the activations at ``saved_ptr`` do. Returns where the first one's is."""
@@ -185,8 +184,8 @@ def fnn_backward(
             to_ptr = grads_ptr - B * before
             saved_ptr -= B * before
             through(
-                grads_ptr, pointer_at(params_ptr, 2 * i, DT), to_ptr, saved_ptr, rows, mask, width, before, before,
-                False, BLOCK_O, BLOCK_K, PRECISION, CT,
+                grads_ptr, pointer_at(params_ptr, 2 * i, PT), to_ptr, saved_ptr, rows, mask, width, before, before,
+                False, BLOCK_O, BLOCK_K, PRECISION, DT, CT,
             )  # fmt: skip
             tl.debug_barrier()
             grads_ptr = to_ptr
@@ -196,11 +195,11 @@ def fnn_backward(
 @triton.jit
 def weight_gradient(
     grad_ptr, below_ptr, beside_ptr, dweight_ptr, dbias_ptr, tile, B, outputs, inputs, kept, BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, CT: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Tile ``tile`` of the gradient of a weight ``[outputs, inputs]``, from that of its layer's results; the first
-    ``kept`` inputs lie at ``below_ptr``, the others at ``beside_ptr``. Programs of the first columns have the bias as
-    well. Tiles beyond the last do nothing."""
+    ``kept`` inputs lie at ``below_ptr``, the others, rounded to DT as they are loaded, at ``beside_ptr``. Programs of
+    the first columns have the bias as well. Tiles beyond the last do nothing."""
     across = tl.cdiv(inputs, BLOCK_I)
     if tile < across * tl.cdiv(outputs, BLOCK_O):
         o = tile // across * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -218,7 +217,7 @@ def weight_gradient(
                 beside_ptr + (row * (inputs - kept))[:, None] + (i - kept)[None, :],
                 mask=there & ((i >= kept) & (i < inputs))[None, :], other=0.0,
             )  # fmt: skip
-            source = tl.where((i < kept)[None, :], below, beside.to(CT))
+            source = tl.where((i < kept)[None, :], below, read(beside, DT, CT))
             total += product(tl.trans(grad), source, tl.zeros([BLOCK_O, BLOCK_I], CT), PRECISION)
             of_bias += tl.sum(grad, axis=0)
         at = tl.cast(o, tl.int64)[:, None] * inputs + i[None, :]
@@ -382,7 +381,7 @@ def copy_rows(from_ptr, to_ptr, rows, mask, size, BLOCK: tl.constexpr, CT: tl.co
         values = tl.zeros([rows.shape[0], BLOCK], CT)
         if from_ptr is not None:
             values = tl.load(from_ptr + at, mask=tile, other=0.0).to(CT)
-        tl.store(to_ptr + at, values, mask=tile)
+        tl.store(to_ptr + at, rounded(values, to_ptr.dtype.element_ty), mask=tile)
 
 
 # ---- What a launch is given
@@ -483,9 +482,15 @@ class Plan(NamedTuple):
     """What forward and backward of a stack have in common."""
 
     x: Tensor  # [B, M, D], contiguous
+    rounded: Tensor | None  # where the kernel puts x if it is to be read in another dtype
     layers: list[Layer]  # of contiguous tensors
     counts: list[int]
     constants: dict[str, Any]
+
+    @property
+    def first(self) -> Tensor:
+        """What the first layer reads."""
+        return self.x if self.rounded is None else self.rounded
 
     @property
     def programs(self) -> int:
@@ -504,7 +509,8 @@ class Plan(NamedTuple):
         return self.x.new_empty(self.programs * (len(pointers) + len(self.constants["NUMBERS"])), dtype=torch.int64)
 
 
-def plan(x: Tensor, layers: Sequence[Layer], mode: int, context: bool) -> Plan:
+def plan(x: Tensor, layers: Sequence[Layer], mode: int, context: bool, low: torch.dtype | None) -> Plan:
+    """``low``: what x and parameters count as, None for their own dtype."""
     d, wide = x.shape[-1], compute_type(x)
     taus = [layer.tau for layer in layers if layer.tau is not None]
     one = taus[0].dtype if taus else None  # of all temperatures: the kernel reads them by one type
@@ -520,6 +526,8 @@ def plan(x: Tensor, layers: Sequence[Layer], mode: int, context: bool) -> Plan:
         "NUMBERS": numbers_of(x, layers, context), "D": d, "ROUTE": len(layers[0].route) // 2,
         "UPDATE": len(layers[0].update) // 2, "CONTEXT": context, "MODE": mode,
         "TAU": None if one is None else TRITON_TYPES[one], **tile(counts, d), "PRECISION": kind(x),
-        "DT": TRITON_TYPES[x.dtype], "CT": wide,
+        "PT": TRITON_TYPES[layers[0].route[0].dtype], "DT": TRITON_TYPES[low or x.dtype], "CT": wide,
     }  # fmt: skip
-    return Plan(x.contiguous().view(-1, *x.shape[-2:]), dense, counts, constants)
+    blocks = x.contiguous().view(-1, *x.shape[-2:])
+    rounded = None if low in (None, x.dtype) else torch.empty_like(blocks, dtype=low)
+    return Plan(blocks, rounded, dense, counts, constants)

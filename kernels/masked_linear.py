@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from fastmod.kernels._common import compute_type, guard, key, noise_word, philox, seed_args, uniform_of
-from fastmod.kernels._images import IEEE, TF32_THRICE, power, precision, product
+from fastmod.kernels._common import TRITON_TYPES, compute_type, guard, key, noise_word, philox, seed_args, uniform_of
+from fastmod.kernels._images import IEEE, TF32_THRICE, power, precision, product, read, rounded
 from fastmod.kernels.sample_mask import EXACT_OPTIONS, slope_at, slope_at_one, words_off
 from torch import Tensor
 
@@ -71,14 +71,15 @@ def tile_words(seed, s, o, first, OUT, IN, QUADS: tl.constexpr, BLOCK_I: tl.cons
 
 @triton.jit
 def masked_tile(
-    weight_ptr, logits_ptr, seed, s, o, first, OUT, IN, QUADS: tl.constexpr, BLOCK_I: tl.constexpr, DT: tl.constexpr
+    weight_ptr, logits_ptr, seed, s, o, first, OUT, IN, QUADS: tl.constexpr, BLOCK_I: tl.constexpr, LT: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """``weight * mask [samples, outputs, BLOCK_I]``; 0 beyond the weight's edges. s: samples of the noise."""
     i = first + tl.arange(0, BLOCK_I)
     inside = (o < OUT)[:, None] & (i < IN)[None, :]
     at = o[:, None] * IN + i[None, :]
-    logit = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(DT)
+    logit = read(tl.load(logits_ptr + at, mask=inside, other=0.0), LT, tl.float32)
+    weight = read(tl.load(weight_ptr + at, mask=inside, other=0.0), LT, DT)
     weight = tl.where(logit == logit, weight, float("nan")).to(DT)  # no NaN turns into a confident mask
     words = tile_words(seed, s, o, first, OUT, IN, QUADS, BLOCK_I)
     # A product, not a choice: 0 * inf is NaN here as in torch.
@@ -86,43 +87,45 @@ def masked_tile(
 
 
 @triton.jit
-def rows_tile(ptr, s, r, columns, samples, rows, SIZE, DT: tl.constexpr):
+def rows_tile(ptr, s, r, columns, samples, rows, SIZE, LT: tl.constexpr, DT: tl.constexpr):
     """``[s, r, columns]`` of rows of SIZE numbers; 0 beyond the edges."""
     there = (s < samples)[:, None] & (r < rows)[None, :]
     inside = there[:, :, None] & (columns < SIZE)[None, None, :]
     at = (s[:, None] * rows + r[None, :])[:, :, None] * SIZE + columns[None, None, :]
-    return tl.load(ptr + at, mask=inside, other=0.0).to(DT)
+    return read(tl.load(ptr + at, mask=inside, other=0.0), LT, DT)
 
 
 @triton.jit
 def store_rows(ptr, value, s, r, columns, samples, rows, SIZE):
     there = (s < samples)[:, None] & (r < rows)[None, :]
     inside = there[:, :, None] & (columns < SIZE)[None, None, :]
-    tl.store(ptr + (s[:, None] * rows + r[None, :])[:, :, None] * SIZE + columns[None, None, :], value, mask=inside)
+    at = (s[:, None] * rows + r[None, :])[:, :, None] * SIZE + columns[None, None, :]
+    tl.store(ptr + at, rounded(value, ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_sample", "samples", "rows"])
+@triton.jit(do_not_specialize=["first_sample", "samples", "rows", "bias_step"])
 def forward_kernel(
     x_ptr, weight_ptr, logits_ptr, biases_ptr, out_ptr, seed_ptr, seed_value: tl.int64, first_sample: tl.int64,
-    samples: tl.int64, rows: tl.int64, OUT: tl.int64, IN: tl.int64, QUADS: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr,
-    CT: tl.constexpr,
+    samples: tl.int64, rows: tl.int64, bias_step: tl.int64, OUT: tl.int64, IN: tl.int64, QUADS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_O outputs of BLOCK_R rows of BLOCK_S samples. DT: dtype of the factors, CT: of the sums."""
+    """BLOCK_O outputs of BLOCK_R rows of BLOCK_S samples. LT: what is loaded is rounded to that dtype, DT: dtype of the
+    factors, CT: of the sums."""
     outer, block = place(OUT, BLOCK_O)
     s, r = rows_of_program(outer, rows, BLOCK_S, BLOCK_R)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
     seed = key(seed_ptr, seed_value)
     total = tl.zeros([BLOCK_S, BLOCK_R, BLOCK_O], CT)
     for first in range(0, IN, BLOCK_I):
-        x = rows_tile(x_ptr, s, r, first + tl.arange(0, BLOCK_I), samples, rows, IN, DT)
-        w = masked_tile(weight_ptr, logits_ptr, seed, first_sample + s, o, first, OUT, IN, QUADS, BLOCK_I, DT)
+        x = rows_tile(x_ptr, s, r, first + tl.arange(0, BLOCK_I), samples, rows, IN, LT, DT)
+        w = masked_tile(weight_ptr, logits_ptr, seed, first_sample + s, o, first, OUT, IN, QUADS, BLOCK_I, LT, DT)
         # sums by chunks round less
         total += product(x, tl.permute(w, (0, 2, 1)), tl.zeros([BLOCK_S, BLOCK_R, BLOCK_O], CT), PRECISION)
     if biases_ptr is not None:
         inside = (s < samples)[:, None] & (o < OUT)[None, :]
-        biases = tl.load(biases_ptr + s[:, None] * OUT + o[None, :], mask=inside, other=0.0).to(CT)
-        total += biases[:, None, :]
+        biases = tl.load(biases_ptr + s[:, None] * bias_step + o[None, :], mask=inside, other=0.0)
+        total += read(biases, LT, CT)[:, None, :]
     store_rows(out_ptr, total, s, r, o, samples, rows, OUT)
 
 
@@ -130,8 +133,8 @@ def forward_kernel(
 def backward_x_kernel(
     grad_ptr, weight_ptr, logits_ptr, dx_ptr, seed_ptr, seed_value: tl.int64, first_sample: tl.int64,
     samples: tl.int64, rows: tl.int64, OUT: tl.int64, IN: tl.int64, QUADS: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr,
-    CT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PRECISION: tl.constexpr, LT: tl.constexpr,
+    DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_I inputs of BLOCK_R rows of BLOCK_S samples."""
     outer, block = place(IN, BLOCK_I)
@@ -141,8 +144,8 @@ def backward_x_kernel(
     total = tl.zeros([BLOCK_S, BLOCK_R, BLOCK_I], CT)
     for start in range(0, OUT, BLOCK_O):
         o = (start + tl.arange(0, BLOCK_O)).to(tl.int64)
-        grad = rows_tile(grad_ptr, s, r, o, samples, rows, OUT, DT)
-        w = masked_tile(weight_ptr, logits_ptr, seed, first_sample + s, o, first, OUT, IN, QUADS, BLOCK_I, DT)
+        grad = rows_tile(grad_ptr, s, r, o, samples, rows, OUT, LT, DT)
+        w = masked_tile(weight_ptr, logits_ptr, seed, first_sample + s, o, first, OUT, IN, QUADS, BLOCK_I, LT, DT)
         total += product(grad, w, tl.zeros([BLOCK_S, BLOCK_R, BLOCK_I], CT), PRECISION)
     store_rows(dx_ptr, total, s, r, first + tl.arange(0, BLOCK_I), samples, rows, IN)
 
@@ -152,7 +155,7 @@ def backward_weight_kernel(
     grad_ptr, x_ptr, weight_ptr, logits_ptr, dweight_ptr, dlogits_ptr, seed_ptr, seed_value: tl.int64,
     first_sample: tl.int64, samples: tl.int64, rows: tl.int64, tau: tl.float64, OUT: tl.int64, IN: tl.int64,
     AT_ONE: tl.constexpr, QUADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """A tile of the gradients of logits and weight, each if asked for, summed over the samples; AT_ONE: tau is 1."""
     down, block = place(IN, BLOCK_I)
@@ -162,7 +165,7 @@ def backward_weight_kernel(
     inside = (o < OUT)[:, None] & (i < IN)[None, :]
     at = o[:, None] * IN + i[None, :]
     seed = key(seed_ptr, seed_value)
-    logit = tl.load(logits_ptr + at, mask=inside, other=0.0).to(CT)
+    logit = read(tl.load(logits_ptr + at, mask=inside, other=0.0), LT, CT)
     off = words_off(logit.to(tl.float32))
     decay = tl.exp(-tl.abs(logit))
     of_logits = tl.zeros([BLOCK_O, BLOCK_I], CT)
@@ -175,7 +178,7 @@ def backward_weight_kernel(
             here = (r < rows)[:, None]
             grad = tl.load(grad_ptr + row + o[None, :], mask=here & (o < OUT)[None, :], other=0.0).to(DT)
             row = ((sample * rows + r) * IN)[:, None]
-            x = tl.load(x_ptr + row + i[None, :], mask=here & (i < IN)[None, :], other=0.0).to(DT)
+            x = read(tl.load(x_ptr + row + i[None, :], mask=here & (i < IN)[None, :], other=0.0), LT, DT)
             found += product(tl.trans(grad), x, tl.zeros([BLOCK_O, BLOCK_I], CT), PRECISION)
         own = tl.full([1], first_sample + sample, tl.int64)
         words = tl.reshape(tile_words(seed, own, o, first, OUT, IN, QUADS, BLOCK_I), [BLOCK_O, BLOCK_I])
@@ -186,30 +189,38 @@ def backward_weight_kernel(
             keep = tl.where((words >> 9).to(tl.int32) >= off, 1.0, 0.0).to(CT)
             of_weight += keep * tl.where(logit == logit, found, float("nan"))
     if dlogits_ptr is not None:
-        weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(CT)
-        tl.store(dlogits_ptr + at, of_logits * weight, mask=inside)
+        of_logits *= read(tl.load(weight_ptr + at, mask=inside, other=0.0), LT, CT)
+        tl.store(dlogits_ptr + at, rounded(of_logits, dlogits_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + at, of_weight, mask=inside)
+        tl.store(dweight_ptr + at, rounded(of_weight, dweight_ptr.dtype.element_ty), mask=inside)
 
 
-def factor_type(x: Tensor) -> tl.dtype:
-    """Reduced precision goes into the products as it is, for its products are exact in fp32. Not so bf16 in the
-    interpreter, which would multiply its bits."""
-    if x.dtype == torch.bfloat16 and x.is_cuda:
+def factor_type(x: Tensor, dtype: torch.dtype | None = None) -> tl.dtype:
+    """Of ``dtype``, if x counts as another than its own. Reduced precision goes into the products as it is, for its
+    products are exact in fp32. Not so bf16 in the interpreter, which would multiply its bits."""
+    dtype = dtype or x.dtype
+    if dtype == torch.bfloat16 and x.is_cuda:
         return tl.bfloat16
-    return tl.float16 if x.dtype == torch.float16 else compute_type(x)
+    return tl.float16 if dtype == torch.float16 else compute_type(x)
+
+
+def kinds(x: Tensor, low: torch.dtype | None) -> tuple[tl.dtype, tl.dtype, tl.dtype, int]:
+    """What is loaded counts as, factors, sums, and how fp32 is multiplied."""
+    dtype = low or x.dtype
+    return TRITON_TYPES[dtype], factor_type(x, dtype), compute_type(x), precision(x) if dtype == x.dtype else IEEE
 
 
 def tile(
-    samples: int, rows: int, inputs: int, columns: int, block: str, factors: tl.dtype, wide: tl.dtype, kind: int
-) -> dict[str, Any]:
+    samples: int, rows: int, inputs: int, columns: int, block: str, loaded: tl.dtype, factors: tl.dtype, wide: tl.dtype,
+    kind: int,
+) -> dict[str, Any]:  # fmt: skip
     """Constants of a product with ``columns`` columns, of which a program has as many as its ``block``."""
     sizes = TILE_FP64 if wide == tl.float64 else TILE
     block_r = power(rows, 16, 32)
     many = block == "BLOCK_O" and inputs % 4 == 0 and wide != tl.float64 and torch.version.hip is None
     constants = {
         **sizes, "BLOCK_R": block_r, "BLOCK_S": power(samples, 1, SAMPLES if many else ROWS // block_r),
-        "QUADS": inputs % 4 == 0, "PRECISION": kind, "DT": factors, "CT": wide,
+        "QUADS": inputs % 4 == 0, "PRECISION": kind, "LT": loaded, "DT": factors, "CT": wide,
     }  # fmt: skip
     for fewer in ({"BLOCK_S": 1}, {"BLOCK_I": 16} if block == "BLOCK_I" else {}):
         if programs(samples, rows, columns, constants, block)[0] < ENOUGH:
@@ -242,25 +253,34 @@ def _each(tensor: Tensor | None, stacked: Tensor) -> Sequence[Any]:
 
 
 def masked_linear_forward(
-    x: Tensor, weight: Tensor, logits: Tensor, biases: Tensor | None, seed: Tensor, samples: int, first: int = 0
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    biases: Tensor | None,
+    seed: Tensor,
+    samples: int,
+    first: int = 0,
+    low: torch.dtype | None = None,
 ) -> Tensor:
     """x ``[B, ..., in]``, weight and logits ``[out, in]``, biases ``[S, out]`` -> ``[B, ..., out]``; of weights
     ``[layers, out, in]`` one launch a layer."""
     if weight.dim() == 3:
         layers = zip(x, weight, logits, _each(biases, weight), _each(seed, weight), strict=True)
-        return torch.stack([masked_linear_forward(*each, samples, first) for each in layers])
+        return torch.stack([masked_linear_forward(*each, samples, first, low) for each in layers])
     outputs, inputs = weight.shape
-    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], outputs), dtype=low or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     x, weight, logits = x.contiguous(), weight.contiguous(), logits.contiguous()
     rows = out.numel() // (outputs * samples)
-    constants = tile(samples, rows, inputs, outputs, "BLOCK_O", factor_type(x), compute_type(x), precision(x))
+    if biases is not None and biases.stride(1) != 1:
+        biases = biases.contiguous()
+    constants = tile(samples, rows, inputs, outputs, "BLOCK_O", *kinds(x, low))
     with guard(x):
         forward_kernel[programs(samples, rows, outputs, constants, "BLOCK_O")](
-            x_ptr=x, weight_ptr=weight, logits_ptr=logits, biases_ptr=None if biases is None else biases.contiguous(),
-            out_ptr=out, first_sample=first, samples=samples, rows=rows, OUT=outputs, IN=inputs, **seed_args(seed),
-            **constants, **forward_options(constants),
+            x_ptr=x, weight_ptr=weight, logits_ptr=logits, biases_ptr=biases, out_ptr=out, first_sample=first,
+            samples=samples, rows=rows, bias_step=0 if biases is None else biases.stride(0), OUT=outputs, IN=inputs,
+            **seed_args(seed), **constants, **forward_options(constants),
         )  # fmt: skip
     return out
 
@@ -275,11 +295,12 @@ def masked_linear_backward(
     tau: float,
     needs: Sequence[bool],
     first: int = 0,
+    low: torch.dtype | None = None,
 ) -> list[Tensor]:
     """grad ``[B, ..., out]`` -> gradients of x, weight and logits; empty where not needed."""
     if weight.dim() == 3:
         layers = zip(grad, x, weight, logits, _each(seed, weight), strict=True)
-        parts = [masked_linear_backward(*each, samples, tau, needs, first) for each in layers]
+        parts = [masked_linear_backward(*each, samples, tau, needs, first, low) for each in layers]
         return [torch.stack(each) for each in zip(*parts, strict=True)]
     outputs, inputs = weight.shape
     like = (x, weight, logits)
@@ -292,7 +313,7 @@ def masked_linear_backward(
     ]
     need_x, need_weight, need_logits = needs
     grad, x, weight, logits = grad.contiguous(), x.contiguous(), weight.contiguous(), logits.contiguous()
-    constants = tile(samples, rows, inputs, inputs, "BLOCK_I", factor_type(x), compute_type(x), precision(x))
+    constants = tile(samples, rows, inputs, inputs, "BLOCK_I", *kinds(x, low))
     shared = {
         "grad_ptr": grad, "weight_ptr": weight, "logits_ptr": logits, "first_sample": first, "samples": samples,
         "rows": rows, "OUT": outputs, "IN": inputs, **seed_args(seed),
@@ -315,25 +336,26 @@ def masked_linear_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """With few rows and a word a weight, with many rows in quads, and where programs are few."""
-    p = dtype.pointer
+    """With few rows and a word a weight, with many rows in quads, and where programs are few; of 16 bits the second
+    reads fp32, as under autocast."""
     on_amd = {"PRECISION": IEEE}
     found = []
     for samples, rows, inputs, columns in ((3, 5, 33, 10_000), (4, 64, 64, 10_000), (4, 32, 400, 400)):
         quads = inputs % 4 == 0
         case = f"rows{rows}"
-        kinds = dtype.element, dtype.compute, TF32_THRICE if dtype.name == "fp32" else IEEE
-        sizes = {block: tile(samples, rows, inputs, columns, block, *kinds) for block in ("BLOCK_O", "BLOCK_I")}
+        p, low = dtype.wide_pointer if rows == 64 else dtype.pointer, dtype.pointer
+        own = dtype.element, dtype.element, dtype.compute, TF32_THRICE if dtype.name == "fp32" else IEEE
+        sizes = {block: tile(samples, rows, inputs, columns, block, *own) for block in ("BLOCK_O", "BLOCK_I")}
         shared = {"weight_ptr": p, "logits_ptr": p, "seed_ptr": "*i64" if quads else None}
-        forward = {**shared, **sizes["BLOCK_O"], "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": p}
-        backward_x = {**shared, **sizes["BLOCK_I"], "grad_ptr": p, "dx_ptr": p}
+        forward = {**shared, **sizes["BLOCK_O"], "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": low}
+        backward_x = {**shared, **sizes["BLOCK_I"], "grad_ptr": low, "dx_ptr": p}
         fewer = {**on_amd, "BLOCK_S": min(forward["BLOCK_S"], ROWS // forward["BLOCK_R"])}
         found.append(Specialisation(forward_kernel, forward, forward_options(forward), case, fewer))
         found.append(Specialisation(backward_x_kernel, backward_x, EXACT_OPTIONS, case, on_amd))
         for at_one in (True, False) if columns > 400 else ():
             sizes_of_weight, options = weight_tile(sizes["BLOCK_I"], at_one)
             values = {
-                **shared, **sizes_of_weight, "grad_ptr": p, "x_ptr": p, "dlogits_ptr": p,
+                **shared, **sizes_of_weight, "grad_ptr": low, "x_ptr": p, "dlogits_ptr": p,
                 "dweight_ptr": p if quads == at_one else None, "AT_ONE": at_one,
             }  # fmt: skip
             named = f"{case}-{'one' if at_one else 'any'}"

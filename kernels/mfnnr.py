@@ -2,7 +2,8 @@
 
 Wider, and fp64: a launch for each linear layer, forward with bias and LeakyReLU at its end, backward with the slope, or
 with what is added, at its end; one for the gradients of all weights and biases and of the temperature; and those of
-routing and gate, which the other ops have. Parameters and x are widened as they are loaded, activations are fp32.
+routing and gate, which the other ops have. Parameters and x are widened as they are loaded, and under autocast first
+rounded; activations are fp32.
 
 `saved`: sections, each ``[B, width]``, in the order route hidden 0.., logits, routed, update hidden 0.., new and gate.
 """
@@ -16,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from fastmod.kernels import gated_residual, multiplex, smfr
-from fastmod.kernels._common import OPTIONS, compute_type, guard
+from fastmod.kernels._common import OPTIONS, TRITON_TYPES, compute_type, guard
 from fastmod.kernels._images import IEEE, TF32_THRICE, rounded
-from fastmod.kernels._stack import SLOPE, TRITON_TYPES, accumulate, finish, kind, sum_of, weight_gradient
+from fastmod.kernels._stack import SLOPE, accumulate, finish, kind, sum_of, weight_gradient
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
@@ -40,28 +41,29 @@ MOST_LINEARS = 64
 def linear_kernel(
     in_ptr, context_ptr, weight_ptr, bias_ptr, out_ptr, B: tl.int64, inputs: tl.int32, context: tl.int32,
     outputs: tl.int32, HIDDEN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, CT: tl.constexpr,
+    PRECISION: tl.constexpr, XT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """``out = [in ; context] @ weight.T + bias``, and LeakyReLU of a HIDDEN layer."""
+    """``out = [in ; context] @ weight.T + bias``, and LeakyReLU of a HIDDEN layer. XT: what ``in`` is rounded to as it
+    is loaded, DT: all else."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     acc = accumulate(
         tl.zeros([BLOCK_B, BLOCK_O], CT), in_ptr, weight_ptr, rows, rows < B, o, inputs, outputs, inputs + context,
-        False, BLOCK_K, PRECISION, CT,
+        False, BLOCK_K, PRECISION, XT, DT, CT,
     )  # fmt: skip
     if context_ptr is not None:
         acc = accumulate(
             acc, context_ptr, weight_ptr + inputs, rows, rows < B, o, context, outputs, inputs + context, False,
-            BLOCK_K, PRECISION, CT,
+            BLOCK_K, PRECISION, DT, DT, CT,
         )  # fmt: skip
-    finish(acc, bias_ptr, out_ptr, rows, rows < B, o, outputs, HIDDEN, CT)
+    finish(acc, bias_ptr, out_ptr, rows, rows < B, o, outputs, HIDDEN, DT, CT)
 
 
 @triton.jit(do_not_specialize=["B"])
 def linear_backward_kernel(
     grad_ptr, weight_ptr, base_ptr, hidden_ptr, to_ptr, rest_ptr, B: tl.int64, outputs: tl.int32, columns: tl.int32,
     rest: tl.int32, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    CT: tl.constexpr,
+    DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """``grad @ weight``: the first ``columns`` of it, plus ``base``, through the LeakyReLU that made ``hidden``, if
     these are given; the ``rest`` to ``rest_ptr``, if it is."""
@@ -69,7 +71,7 @@ def linear_backward_kernel(
     c = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     acc = accumulate(
         tl.zeros([BLOCK_B, BLOCK_O], CT), grad_ptr, weight_ptr, rows, rows < B, c, outputs, columns + rest,
-        columns + rest, True, BLOCK_K, PRECISION, CT,
+        columns + rest, True, BLOCK_K, PRECISION, CT, DT, CT,
     )  # fmt: skip
     at = rows[:, None] * columns + c[None, :]
     there = (rows < B)[:, None] & (c < columns)[None, :]
@@ -87,7 +89,8 @@ def linear_backward_kernel(
 def weights_kernel(
     grads, below, beside_ptr, dweights, dbiases, dtaus_ptr, dtau_ptr, B: tl.int64, parts: tl.int32,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, KEPT: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr,
+    CT: tl.constexpr,
 ):  # fmt: skip
     """Grid axis 1: linear layers, one entry each in the tuples, then the temperature; axis 0: tiles of a weight, each
     summed over the batch by one program. Inputs: the first KEPT at ``below``, the others x."""
@@ -113,8 +116,8 @@ def weights_kernel(
                 kept = tl.where(own, KEPT[i], kept)
             weight_gradient(
                 grad_at.to(tl.pointer_type(CT)), below_at.to(tl.pointer_type(CT)), beside_ptr,
-                dweight_at.to(tl.pointer_type(DT)), dbias_at.to(tl.pointer_type(DT)), tl.program_id(0), B, outputs,
-                inputs, kept, BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, CT,
+                dweight_at.to(tl.pointer_type(PT)), dbias_at.to(tl.pointer_type(PT)), tl.program_id(0), B, outputs,
+                inputs, kept, BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, DT, CT,
             )  # fmt: skip
     if dtau_ptr is not None:
         if (linear == len(OUTPUTS)) & (tl.program_id(0) == 0):
@@ -164,15 +167,20 @@ def precision_of(x: Tensor) -> int:
     return IEEE if x.dtype == torch.float64 else kind(x)
 
 
-def _fnn(inputs: Tensor, context: Tensor | None, params: Sequence[Tensor], outs: Sequence[Tensor], x: Tensor) -> None:
-    """An FNN whose first layer reads ``[inputs ; context]``."""
+def _fnn(
+    inputs: Tensor, context: Tensor | None, params: Sequence[Tensor], outs: Sequence[Tensor], x: Tensor,
+    of_input: tl.dtype, dtype: tl.dtype,
+) -> None:  # fmt: skip
+    """An FNN whose first layer reads ``[inputs ; context]``; ``of_input``: what inputs are rounded to, ``dtype``:
+    context and parameters."""
     for i, out in enumerate(outs):
         _launch(
             linear_kernel, out.shape[0], out.shape[1], x, in_ptr=inputs, context_ptr=context, weight_ptr=params[2 * i],
             bias_ptr=params[2 * i + 1], out_ptr=out, inputs=inputs.shape[1],
             context=0 if context is None else context.shape[1], outputs=out.shape[1], HIDDEN=i < len(outs) - 1,
+            XT=of_input, DT=dtype,
         )  # fmt: skip
-        inputs, context = out, None
+        inputs, context, of_input = out, None, compute_type(x)
 
 
 def _forward_by_layers(
@@ -189,18 +197,19 @@ def _forward_by_layers(
     out: Tensor,
     logits: Tensor,
     gate: Tensor,
+    dtype: tl.dtype,
 ) -> Tensor | None:
     """Returns the penalty's partials."""
     batch, m, d = x.shape
     n = out.shape[1]
     flat = x.view(batch, m * d)
-    _fnn(flat, None, route, cut.route, x)
+    _fnn(flat, None, route, cut.route, x, dtype, dtype)
     of_gates = gated_residual.programs(batch * n, d, compute_type(x))
     partials = multiplex.launch_forward(
         x, cut.route[-1].view(batch, m, n), cut.routed, tau, tau_value, seed, mode,
-        copy=logits, threshold=threshold, penalty=threshold != NO_PENALTY, more=of_gates,
+        copy=logits, threshold=threshold, penalty=threshold != NO_PENALTY, more=of_gates, dtype=dtype,
     )  # fmt: skip
-    _fnn(cut.routed, flat if context else None, update, cut.update, x)
+    _fnn(cut.routed, flat if context else None, update, cut.update, x, compute_type(x), dtype)
     new, raw_gate = cut.update[-1].split([n * d, n], dim=1)
     gated_residual.launch_forward(
         cut.routed.view(batch, n, d), new, raw_gate, out, copy=gate, threshold=threshold,
@@ -221,17 +230,18 @@ def mfnnr_forward(
     context: bool,
     threshold: float,
     save: bool,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x ``[..., M, D]`` -> out ``[..., N, D]``, penalty (0-d), logits ``[..., M, N]``, gate ``[..., N]``, saved."""
     layers = [smfr.Layer(route, update, tau, seed if mode == MODES["gumbel"] else None)]
     if smfr.fits(x, layers):
-        found = smfr.stack_forward(x, layers, tau_value, mode, context, threshold, save)
+        found = smfr.stack_forward(x, layers, tau_value, mode, context, threshold, save, low)
         return found.outs[0], found.penalty, found.logits[0], found.gates[0], found.saved[0]
     *lead, m, d = x.shape
     n = route[-1].shape[0] // m
     batch = x.shape[:-2].numel()
-    wide = compute_dtype(x)
-    out, logits, gate = (torch.empty((*lead, *size), dtype=x.dtype, device=x.device) for size in ((n, d), (m, n), (n,)))
+    wide, dtype = compute_dtype(x), low or x.dtype
+    out, logits, gate = (torch.empty((*lead, *size), dtype=dtype, device=x.device) for size in ((n, d), (m, n), (n,)))
     if batch == 0:
         return out, torch.zeros((), dtype=wide, device=x.device), logits, gate, x.new_empty(0, dtype=wide)
     padded = triton.cdiv(batch, BATCH_TILE) * BATCH_TILE
@@ -242,17 +252,20 @@ def mfnnr_forward(
     partials = _forward_by_layers(
         blocks, route, update, tau, tau_value, seed, mode, context, threshold,
         sections(saved, blocks, route, update), out.view(batch, n, d), logits.view(batch, m, n), gate.view(batch, n),
+        TRITON_TYPES[dtype],
     )  # fmt: skip
     penalty = torch.zeros((), dtype=wide, device=x.device) if partials is None else partials.sum()
     return out, penalty, logits, gate, saved if save else x.new_empty(0, dtype=wide)
 
 
-def _fnn_backward(grad: Tensor, params: Sequence[Tensor], outs: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+def _fnn_backward(
+    grad: Tensor, params: Sequence[Tensor], outs: Sequence[Tensor], x: Tensor, dtype: tl.dtype
+) -> list[Tensor]:
     """grad ``[B, out]`` of an FNN -> the gradients of its layers' results, the first one's first."""
     grads = [grad]
     for i in reversed(range(1, len(outs))):
         grads.insert(0, torch.empty_like(outs[i - 1]))
-        _through(grads[1], params[2 * i], grads[0], x, hidden=outs[i - 1])
+        _through(grads[1], params[2 * i], grads[0], x, dtype, hidden=outs[i - 1])
     return grads
 
 
@@ -261,6 +274,7 @@ def _through(
     weight: Tensor,
     to: Tensor,
     x: Tensor,
+    dtype: tl.dtype,
     *,
     base: Tensor | None = None,
     hidden: Tensor | None = None,
@@ -271,7 +285,7 @@ def _through(
     _launch(
         linear_backward_kernel, batch, weight.shape[1] if rest is not None else columns, x, grad_ptr=grad,
         weight_ptr=weight, base_ptr=base, hidden_ptr=hidden, to_ptr=to, rest_ptr=rest, outputs=weight.shape[0],
-        columns=columns, rest=weight.shape[1] - columns,
+        columns=columns, rest=weight.shape[1] - columns, DT=dtype,
     )  # fmt: skip
 
 
@@ -282,6 +296,7 @@ def _weights(
     params: Sequence[Tensor],
     dtaus: Tensor | None,
     dtau: Tensor,
+    dtype: tl.dtype,
 ) -> list[Tensor]:
     """Gradients of weights and biases, if any are given, and that of tau, which is written. ``below``: what a layer
     reads beside x."""
@@ -300,7 +315,7 @@ def _weights(
                 dtaus_ptr=dtaus, dtau_ptr=dtau if first == 0 else None,
                 B=x.shape[0], parts=0 if dtaus is None else dtaus.numel(), OUTPUTS=tuple(o for o, _ in shapes),
                 INPUTS=tuple(i for _, i in shapes), KEPT=tuple(kept[own]), PRECISION=precision_of(x),
-                DT=TRITON_TYPES[x.dtype], CT=compute_type(x), **sizes, **OPTIONS,
+                PT=TRITON_TYPES[(results or [dtau])[0].dtype], DT=dtype, CT=compute_type(x), **sizes, **OPTIONS,
             )  # fmt: skip
     return results
 
@@ -321,13 +336,15 @@ def mfnnr_backward(
     saved: Tensor,
     need_x: bool,
     need_params: bool,
+    low: torch.dtype | None = None,
 ) -> list[Tensor]:
     """``[dx or empty(0), dtau, *droute, *dupdate]``, the parameters' only with ``need_params``."""
     layers = [smfr.Layer(route, update, tau, seed if mode == MODES["gumbel"] else None)]
     if smfr.fits(x, layers):
         found = smfr.stack_backward(
-            grad_out, grad_penalty, x, layers, tau_value, mode, context, threshold, [], [saved], need_x, need_params
-        )
+            grad_out, grad_penalty, x, layers, tau_value, mode, context, threshold, [], [saved], need_x, need_params,
+            low,
+        )  # fmt: skip
         return [found.x, *(found.taus or [multiplex.zero_tau(x)]), *found.params]
     batch = x.shape[:-2].numel()
     m, d = x.shape[-2:]
@@ -341,7 +358,7 @@ def mfnnr_backward(
     route, update = params[: len(route)], params[len(route) :]
     blocks = x.contiguous().view(batch, m, d)
     flat = blocks.view(batch, m * d)
-    cut = sections(saved, blocks, route, update)
+    cut, dtype = sections(saved, blocks, route, update), TRITON_TYPES[low or x.dtype]
     # The gate, into [new ; gate] side by side and the gradient of the routed blocks.
     du, drouted = torch.empty_like(cut.update[-1]), torch.empty_like(cut.routed)
     gated_residual.launch_backward(
@@ -349,26 +366,26 @@ def mfnnr_backward(
         cut.routed.view(batch, n, d), *cut.update[-1].split([n * d, n], dim=1),
         drouted, *du.split([n * d, n], dim=1), grad_penalty=grad_penalty, threshold=threshold,
     )  # fmt: skip
-    of_update = _fnn_backward(du, update, cut.update, blocks)
+    of_update = _fnn_backward(du, update, cut.update, blocks, dtype)
     dcontext = flat.new_empty(flat.shape, dtype=du.dtype) if context and need_x else None
-    _through(of_update[0], update[0], drouted, blocks, base=drouted, rest=dcontext)
+    _through(of_update[0], update[0], drouted, blocks, dtype, base=drouted, rest=dcontext)
     # The routing.
     g = drouted.view(batch, n, d)
     dlogits, weights, dtaus = multiplex.launch_backward_logits(
         g, blocks, cut.route[-1].view(batch, m, n), tau, tau_value, seed, mode,
-        grad_penalty=grad_penalty, threshold=threshold, need_weights=need_x,
+        grad_penalty=grad_penalty, threshold=threshold, need_weights=need_x, dtype=dtype,
     )  # fmt: skip
     of_route, dx = [dlogits.view(batch, m * n)], x.new_empty(x.shape if need_x else 0)
     if need_x or need_params:
-        of_route = _fnn_backward(of_route[0], route, cut.route, blocks)
+        of_route = _fnn_backward(of_route[0], route, cut.route, blocks, dtype)
     if weights is not None:
         mixed = torch.empty_like(flat, dtype=du.dtype)
         launch_add = None if dcontext is None else dcontext.view(batch, m, d)
         multiplex.launch_backward_blocks(weights, g, launch_add, mixed.view(batch, m, d))
-        _through(of_route[0], route[0], dx.view(batch, m * d), blocks, base=mixed)
+        _through(of_route[0], route[0], dx.view(batch, m * d), blocks, dtype, base=mixed)
     dtau = x.new_empty((), dtype=du.dtype)
     below = [None, *cut.route[:-1], cut.routed, *cut.update[:-1]]
-    results = _weights([*of_route, *of_update], below, blocks, params if need_params else [], dtaus, dtau)
+    results = _weights([*of_route, *of_update], below, blocks, params if need_params else [], dtaus, dtau, dtype)
     return [dx, dtau, *results]
 
 
@@ -376,30 +393,32 @@ def mfnnr_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Tiles of both sizes, with everything that may be left out and without; four linear layers."""
+    """Tiles of both sizes, with everything that may be left out and without; four linear layers. Of 16 bits the large
+    ones read fp32, as under autocast, and so do the gradients of the weights."""
     p, w = dtype.pointer, dtype.wide_pointer
     exact = {"PRECISION": IEEE}
     double = dtype.name == "fp64"
-    shared = {"PRECISION": IEEE if double else TF32_THRICE, "CT": dtype.compute}
+    shared = {"PRECISION": IEEE if double else TF32_THRICE, "DT": dtype.element, "CT": dtype.compute}
     found = []
     for case, sizes in (("small", SMALL), ("large", LARGE)):
         if double and case == "large":
             continue
         whole = case == "small"
+        q = p if whole else w  # of parameters and x
         linear = {
-            **shared, **sizes, "in_ptr": w if whole else p, "context_ptr": p if whole else None, "weight_ptr": p,
-            "bias_ptr": p, "out_ptr": w, "HIDDEN": whole,
+            **shared, **sizes, "in_ptr": w, "context_ptr": q if whole else None, "weight_ptr": q, "bias_ptr": q,
+            "out_ptr": w, "HIDDEN": whole, "XT": dtype.compute if whole else dtype.element,
         }  # fmt: skip
         backward = {
-            **shared, **sizes, "grad_ptr": w, "weight_ptr": p, "base_ptr": w if whole else None,
+            **shared, **sizes, "grad_ptr": w, "weight_ptr": q, "base_ptr": w if whole else None,
             "hidden_ptr": None if whole else w, "to_ptr": p if whole else w, "rest_ptr": w if whole else None,
         }  # fmt: skip
         found.append(Specialisation(linear_kernel, linear, OPTIONS, case, exact))
         found.append(Specialisation(linear_backward_kernel, backward, OPTIONS, case, exact))
     weights = {
         **shared, **(WEIGHT_TILE_FP64 if double else WEIGHT_TILE), "grads": (w,) * 4, "below": (w,) * 4,
-        "beside_ptr": p, "dweights": (p,) * 4, "dbiases": (p,) * 4, "dtaus_ptr": w, "dtau_ptr": w,
+        "beside_ptr": w, "dweights": (w,) * 4, "dbiases": (w,) * 4, "dtaus_ptr": w, "dtau_ptr": w,
         "OUTPUTS": (400, 20, 400, 788), "INPUTS": (980, 400, 1764, 400), "KEPT": (0, 400, 784, 400),
-        "DT": dtype.element,
+        "PT": dtype.compute,
     }  # fmt: skip
     return [*found, Specialisation(weights_kernel, weights, OPTIONS, "", exact)]

@@ -73,21 +73,25 @@ STACK_OPTIONS = NVIDIA_OPTIONS if torch.version.hip is None else AMD_OPTIONS
 
 @triton.jit(do_not_specialize=["B"])
 def forward_kernel(
-    pointers, table_ptr, weights_ptr, partials_ptr, tau_value: tl.float64, threshold: tl.float64, B: tl.int64,
-    NUMBERS: tl.constexpr, DEPTH: tl.constexpr, ROOM: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr,
+    pointers, table_ptr, x_ptr, rounded_ptr, weights_ptr, partials_ptr, tau_value: tl.float64, threshold: tl.float64,
+    B: tl.int64, NUMBERS: tl.constexpr, DEPTH: tl.constexpr, ROOM: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr,
     UPDATE: tl.constexpr, CONTEXT: tl.constexpr,
     MODE: tl.constexpr, PENALTY: tl.constexpr, TAU: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_B rows through DEPTH layers. TAU: dtype of the temperatures, or None. ROOM: numbers of a row at
-    ``weights_ptr``, those of the layer that has most."""
+    ``weights_ptr``, those of the layer that has most. Parameters lie as PT; they and blocks count as DT, to which x is
+    first rounded if ``rounded_ptr`` is given."""
     pid = tl.program_id(0).to(tl.int64)
     first = pid * BLOCK_B
     rows = first + tl.arange(0, BLOCK_B)
     mask = rows < B
     table_ptr += pid * (len(pointers) + len(NUMBERS))
     write_table(table_ptr, pointers, NUMBERS)
+    if rounded_ptr is not None:
+        copy_rows(x_ptr, rounded_ptr, rows, mask, number_at(table_ptr + len(pointers), 0) * D, BLOCK_O, CT)
+        tl.debug_barrier()
     limit = tl.full([], threshold, CT)
     of_logits = tl.zeros([BLOCK_S], CT)
     of_gates = tl.zeros([BLOCK_R], CT)
@@ -97,10 +101,10 @@ def forward_kernel(
         sizes_ptr = table_ptr + len(pointers) + layer * (SIZES + ROUTE + UPDATE)
         m = number_at(sizes_ptr, 0)
         n = number_at(sizes_ptr, 1)
-        x_ptr = pointer_at(own_ptr, 0, DT)
+        in_ptr = pointer_at(own_ptr, 0, DT)
         logits_ptr, routed_ptr = fnn(
-            own_ptr + EXTRA, sizes_ptr + SIZES, x_ptr, None, m * D, 0, pointer_at(own_ptr, 1, CT), rows, mask, B,
-            ROUTE, BLOCK_O, BLOCK_K, PRECISION, DT, CT,
+            own_ptr + EXTRA, sizes_ptr + SIZES, in_ptr, None, m * D, 0, pointer_at(own_ptr, 1, CT), rows, mask, B,
+            ROUTE, BLOCK_O, BLOCK_K, PRECISION, PT, DT, CT,
         )  # fmt: skip
         tau, seed = routing(own_ptr + FORWARD_POINTERS, tau_value, MODE, TAU, CT)
         own_weights_ptr = weights_ptr + first * (ROOM - m * n)  # a part of its own for this program, whatever the layer
@@ -110,13 +114,13 @@ def forward_kernel(
         )  # fmt: skip
         tl.debug_barrier()
         mix(
-            own_weights_ptr, x_ptr, None, routed_ptr, first, B, n, m, 1, n, D, BLOCK_B, BLOCK_R, BLOCK_D, CT
+            own_weights_ptr, in_ptr, None, routed_ptr, first, B, n, m, 1, n, D, BLOCK_B, BLOCK_R, BLOCK_D, CT
         )  # fmt: skip
         tl.debug_barrier()
         update_ptr = routed_ptr + B * n * D
         new_ptr, _ = fnn(
-            own_ptr + EXTRA + 2 * ROUTE, sizes_ptr + SIZES + ROUTE, routed_ptr, x_ptr if CONTEXT else None, n * D,
-            m * D if CONTEXT else 0, update_ptr, rows, mask, B, UPDATE, BLOCK_O, BLOCK_K, PRECISION, DT, CT,
+            own_ptr + EXTRA + 2 * ROUTE, sizes_ptr + SIZES + ROUTE, routed_ptr, in_ptr if CONTEXT else None, n * D,
+            m * D if CONTEXT else 0, update_ptr, rows, mask, B, UPDATE, BLOCK_O, BLOCK_K, PRECISION, PT, DT, CT,
         )  # fmt: skip
         for start in range(0, BLOCK_B * n, BLOCK_R):
             local = start + tl.arange(0, BLOCK_R)
@@ -132,12 +136,13 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def backward_kernel(
-    pointers, table_ptr, grad_out_ptr, grad_penalty_ptr, dx_ptr, grads_ptr, flow_ptr, weights_ptr, dtaus_ptr,
+    pointers, table_ptr, x_ptr, rounded_ptr, grad_out_ptr, grad_penalty_ptr, dx_ptr, grads_ptr, flow_ptr, weights_ptr,
+    dtaus_ptr,
     tau_value: tl.float64, threshold: tl.float64, B: tl.int64, NUMBERS: tl.constexpr, DEPTH: tl.constexpr,
     ROOM: tl.constexpr, FLOW: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr,
     CONTEXT: tl.constexpr, MODE: tl.constexpr, TAU: tl.constexpr, PARAMS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Gradients through the activations of BLOCK_B rows, of all layers: what comes out of each linear one is kept at
     ``grads_ptr`` as the forward keeps its results. ``flow_ptr``: gradients between layers, FLOW numbers a row.
@@ -148,6 +153,8 @@ def backward_kernel(
     mask = rows < B
     table_ptr += pid * (len(pointers) + len(NUMBERS))
     write_table(table_ptr, pointers, NUMBERS)
+    if rounded_ptr is not None:
+        copy_rows(x_ptr, rounded_ptr, rows, mask, number_at(table_ptr + len(pointers), 0) * D, BLOCK_O, CT)
     EXTRA: tl.constexpr = BACKWARD_POINTERS + (MODE == GUMBEL) + 2 * (TAU is not None)
     size = number_at(table_ptr + len(pointers) + (DEPTH - 1) * (SIZES + ROUTE + UPDATE), 1) * D
     copy_rows(grad_out_ptr, flow_ptr + first * (FLOW - size), rows, mask, size, BLOCK_O, CT)
@@ -176,20 +183,20 @@ def backward_kernel(
         params_ptr = own_ptr + EXTRA + 2 * ROUTE
         from_ptr = fnn_backward(
             params_ptr, sizes_ptr + SIZES + ROUTE, dnew_ptr, new_ptr, rows, mask, B, UPDATE, BLOCK_O, BLOCK_K,
-            PRECISION, DT, CT,
+            PRECISION, PT, DT, CT,
         )  # fmt: skip
         width = number_at(sizes_ptr, SIZES + ROUTE)
         inputs = (n + m) * D if CONTEXT else n * D
         drouted_ptr = own_grads_ptr + offset_at(sizes_ptr, 4, B)
         through(
-            from_ptr, pointer_at(params_ptr, 0, DT), drouted_ptr, None, rows, mask, width, n * D, inputs, True,
-            BLOCK_O, BLOCK_K, PRECISION, CT,
+            from_ptr, pointer_at(params_ptr, 0, PT), drouted_ptr, None, rows, mask, width, n * D, inputs, True,
+            BLOCK_O, BLOCK_K, PRECISION, DT, CT,
         )  # fmt: skip
         own_flow_ptr = flow_ptr + first * (FLOW - m * D)
         if CONTEXT:
             through(
-                from_ptr, pointer_at(params_ptr, 0, DT) + n * D, own_flow_ptr, None, rows, mask, width, m * D, inputs,
-                False, BLOCK_O, BLOCK_K, PRECISION, CT,
+                from_ptr, pointer_at(params_ptr, 0, PT) + n * D, own_flow_ptr, None, rows, mask, width, m * D, inputs,
+                False, BLOCK_O, BLOCK_K, PRECISION, DT, CT,
             )  # fmt: skip
         tl.debug_barrier()
         # The routing, and its FNN.
@@ -208,12 +215,12 @@ def backward_kernel(
         params_ptr = own_ptr + EXTRA
         from_ptr = fnn_backward(
             params_ptr, sizes_ptr + SIZES, dlogits_ptr, logits_ptr, rows, mask, B, ROUTE, BLOCK_O, BLOCK_K, PRECISION,
-            DT, CT,
+            PT, DT, CT,
         )  # fmt: skip
         if dx_ptr is not None or layer > 0:
             through(
-                from_ptr, pointer_at(params_ptr, 0, DT), own_flow_ptr, None, rows, mask, number_at(sizes_ptr, SIZES),
-                m * D, m * D, CONTEXT, BLOCK_O, BLOCK_K, PRECISION, CT,
+                from_ptr, pointer_at(params_ptr, 0, PT), own_flow_ptr, None, rows, mask, number_at(sizes_ptr, SIZES),
+                m * D, m * D, CONTEXT, BLOCK_O, BLOCK_K, PRECISION, DT, CT,
             )  # fmt: skip
             tl.debug_barrier()
             mix(
@@ -231,7 +238,7 @@ def weight_kernel(
     table_ptr, grads_ptr, dtaus_ptr, B: tl.int64, depth: tl.int32, linears: tl.int32, programs: tl.int32,
     POINTERS: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr, EXTRA: tl.constexpr,
     PARAMS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
-    PRECISION: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Grid axis 1: linear layers, and if there are temperatures these as one more; axis 0: tiles of a weight.
 
@@ -253,8 +260,8 @@ def weight_kernel(
         params_ptr = own_ptr + EXTRA + 2 * PER + 2 * place
         weight_gradient(
             grads_ptr + of_grad, pointer_at(own_ptr, 1, CT) + of_input, pointer_at(own_ptr, 0, DT),
-            pointer_at(params_ptr, 0, DT), pointer_at(params_ptr, 1, DT), tl.program_id(0), B, outputs, inputs, kept,
-            BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, CT,
+            pointer_at(params_ptr, 0, PT), pointer_at(params_ptr, 1, PT), tl.program_id(0), B, outputs, inputs, kept,
+            BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, DT, CT,
         )  # fmt: skip
     elif dtaus_ptr is not None:
         if tl.program_id(0) == 0:
@@ -277,21 +284,22 @@ class StackOutput(NamedTuple):
 
 
 def stack_forward(
-    x: Tensor, layers: Sequence[Layer], tau_value: float, mode: int, context: bool, threshold: float, save: bool
-) -> StackOutput:
+    x: Tensor, layers: Sequence[Layer], tau_value: float, mode: int, context: bool, threshold: float, save: bool,
+    low: torch.dtype | None,
+) -> StackOutput:  # fmt: skip
     """Of a stack that :func:`fits`."""
     *lead, _, d = x.shape
-    wide = compute_dtype(x)
+    wide, dtype = compute_dtype(x), low or x.dtype
     batch = x.shape[:-2].numel()
     counts = counts_of(x, layers)
     pairs = list(pairwise(counts))
-    outs = [x.new_empty((*lead, n, d)) for _, n in pairs]
-    logits = [x.new_empty((*lead, m, n)) for m, n in pairs]
-    gates = [x.new_empty((*lead, n)) for _, n in pairs]
+    outs = [x.new_empty((*lead, n, d), dtype=dtype) for _, n in pairs]
+    logits = [x.new_empty((*lead, m, n), dtype=dtype) for m, n in pairs]
+    gates = [x.new_empty((*lead, n), dtype=dtype) for _, n in pairs]
     if batch == 0:
         penalty, nothing = x.new_zeros((), dtype=wide), [x.new_empty(0, dtype=wide) for _ in layers]
         return StackOutput(outs, penalty, logits, gates, nothing)
-    found = plan(x, layers, mode, context)
+    found = plan(x, layers, mode, context, low)
     padded = triton.cdiv(batch, BATCH_TILE) * BATCH_TILE
     # Without `save` it is the workspace of this call.
     saved = [
@@ -301,12 +309,13 @@ def stack_forward(
     pointers: list[Tensor] = []
     for i, layer in enumerate(found.layers):
         extra = [t for t in (layer.seed, layer.tau) if t is not None]
-        pointers += [outs[i - 1] if i else found.x, saved[i], logits[i], gates[i], outs[i], *extra, *layer.params]
+        pointers += [outs[i - 1] if i else found.first, saved[i], logits[i], gates[i], outs[i], *extra, *layer.params]
     penalised = threshold != NO_PENALTY
     partials = x.new_empty(found.programs, dtype=wide) if penalised else None
     with guard(x):
         forward_kernel[(found.programs,)](
-            pointers=tuple(pointers), table_ptr=found.table(pointers), weights_ptr=found.scratch(found.room),
+            pointers=tuple(pointers), table_ptr=found.table(pointers), x_ptr=found.x, rounded_ptr=found.rounded,
+            weights_ptr=found.scratch(found.room),
             partials_ptr=partials, tau_value=tau_value, threshold=threshold, B=batch,
             DEPTH=len(layers), ROOM=found.room, PENALTY=penalised, **found.constants, **STACK_OPTIONS,
         )  # fmt: skip
@@ -333,6 +342,7 @@ def stack_backward(
     saved: Sequence[Tensor],
     need_x: bool,
     need_params: bool,
+    low: torch.dtype | None,
 ) -> StackGrads:
     """``inputs``: of every layer but the first."""
     wide = compute_dtype(x)
@@ -347,8 +357,8 @@ def stack_backward(
     )
     if nothing:
         return result
-    found = plan(x, layers, mode, context)
-    below = [found.x, *[t.to(x.dtype).contiguous() for t in inputs]]
+    found = plan(x, layers, mode, context, low)
+    below = [found.first, *[t.to(low or x.dtype).contiguous() for t in inputs]]
     pointers: list[Tensor] = []
     params = iter(result.params)
     for i, layer in enumerate(found.layers):
@@ -364,7 +374,8 @@ def stack_backward(
     of_params = (2 if need_params else 1) * per_layer
     with guard(x):
         backward_kernel[(programs,)](
-            pointers=tuple(pointers), table_ptr=table, grad_out_ptr=None if grad_out is None else grad_out.contiguous(),
+            pointers=tuple(pointers), table_ptr=table, x_ptr=found.x, rounded_ptr=found.rounded,
+            grad_out_ptr=None if grad_out is None else grad_out.contiguous(),
             grad_penalty_ptr=grad_penalty, dx_ptr=result.x if need_x else None, grads_ptr=grads,
             flow_ptr=found.scratch(flow), weights_ptr=found.scratch(found.room), dtaus_ptr=dtaus, tau_value=tau_value,
             threshold=threshold, B=batch, DEPTH=len(layers), ROOM=found.room, FLOW=flow, PARAMS=of_params,
@@ -376,7 +387,7 @@ def stack_backward(
                 for layer in layers
                 for p in layer.params[::2]
             ]
-            kept = {name: found.constants[name] for name in ("ROUTE", "UPDATE", "PRECISION", "DT", "CT")}
+            kept = {name: found.constants[name] for name in ("ROUTE", "UPDATE", "PRECISION", "PT", "DT", "CT")}
             rows = linears if need_params else 0
             weight_kernel[(max(tiles) if need_params else 1, rows + (dtaus is not None))](
                 table_ptr=table, grads_ptr=grads, dtaus_ptr=dtaus, B=batch, depth=len(layers), linears=rows,
@@ -397,11 +408,12 @@ def smfr_forward(
     context: bool,
     threshold: float,
     save: bool,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     """x ``[..., M, D]`` -> out, penalty (0-d), logits, gates, saved: activations of layer 0, its output, ..."""
     layers = layers_of(params, fnn_tensors, taus, seeds)
     if fits(x, layers):
-        found = stack_forward(x, layers, 1.0, mode, context, threshold, save)
+        found = stack_forward(x, layers, 1.0, mode, context, threshold, save, low)
         outs, total, logits, gates, kept = found
     else:
         outs, logits, gates, kept = [], [], [], []
@@ -409,7 +421,7 @@ def smfr_forward(
         for layer in layers:
             out, penalty, *shown, activations = MFNNR_FORWARD[True](
                 outs[-1] if outs else x, layer.route, layer.update, layer.tau, 1.0, layer.seed, mode, context,
-                threshold, save,
+                threshold, save, low,
             )  # fmt: skip
             total = total + penalty
             for some, one in zip((outs, logits, gates, kept), (out, *shown, activations), strict=True):
@@ -433,13 +445,14 @@ def smfr_backward(
     saved: Sequence[Tensor],
     need_x: bool,
     need_params: bool,
+    low: torch.dtype | None = None,
 ) -> list[Tensor]:
     """``[dx or empty(0), *dtaus, *dparams]``, the parameters' only with ``need_params``."""
     layers = layers_of(params, fnn_tensors, taus, seeds)
     if fits(x, layers):
         found = stack_backward(
             grad_out, grad_penalty, x, layers, 1.0, mode, context, threshold, saved[1::2], saved[::2], need_x,
-            need_params,
+            need_params, low,
         )  # fmt: skip
         return [found.x, *found.taus, *found.params]
     grad = grad_out
@@ -449,7 +462,7 @@ def smfr_backward(
         layer = layers[i]
         grad, grad_tau, *own = MFNNR_BACKWARD[True](
             grad, grad_penalty, saved[2 * i - 1] if i else x, layer.route, layer.update, layer.tau, 1.0, layer.seed,
-            mode, context, threshold, saved[2 * i], i > 0 or need_x, need_params,
+            mode, context, threshold, saved[2 * i], i > 0 or need_x, need_params, low,
         )  # fmt: skip
         grad_taus[:0] = [grad_tau] if taus else []
         grad_params[:0] = own
@@ -468,6 +481,7 @@ COMPILED: dict[str, Any] = {
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
+    """Of 16 bits the second case reads fp32, as under autocast."""
     if dtype.name == "fp64":  # see `fits`
         return []
     p, w = dtype.pointer, dtype.wide_pointer
@@ -486,24 +500,26 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             for m, n in pairwise(counts)
         ]
         gumbel = mode == "gumbel"
+        q = w if gumbel else p  # of the parameters
         params, extra = len(layers[0].params), ["*i64", "*fp32"] if gumbel else []
         shared = {
             "table_ptr": "*i64", "weights_ptr": w, "NUMBERS": numbers_of(x, layers, context), "D": d,
             "DEPTH": len(layers), "ROOM": max(m * n for m, n in pairwise(counts)),
             "ROUTE": len(hidden) + 1, "UPDATE": len(hidden) + 1, "CONTEXT": context, "MODE": MODES[mode],
             "TAU": tl.float32 if gumbel else None, **tile(counts, d),
-            "PRECISION": TF32_THRICE, "DT": dtype.element, "CT": dtype.compute,
+            "PRECISION": TF32_THRICE, "PT": dtype.compute if gumbel else dtype.element, "DT": dtype.element,
+            "CT": dtype.compute, "x_ptr": q, "rounded_ptr": p if q != p else None,
         }  # fmt: skip
         forward = {
-            **shared, "pointers": (p, w, p, p, p, *extra, *[p] * params) * len(layers), "partials_ptr": w,
+            **shared, "pointers": (p, w, p, p, p, *extra, *[q] * params) * len(layers), "partials_ptr": w,
             "PENALTY": True,
         }  # fmt: skip
-        pointers = (p, w, *extra, *([w] if gumbel else []), *[p] * (2 * params)) * len(layers)
+        pointers = (p, w, *extra, *([w] if gumbel else []), *[q] * (2 * params)) * len(layers)
         backward = {
-            **shared, "pointers": pointers, "grad_out_ptr": p, "grad_penalty_ptr": w, "dx_ptr": p, "grads_ptr": w,
+            **shared, "pointers": pointers, "grad_out_ptr": p, "grad_penalty_ptr": w, "dx_ptr": q, "grads_ptr": w,
             "flow_ptr": w, "dtaus_ptr": w if gumbel else None, "FLOW": max(counts) * d, "PARAMS": 2 * params,
         }  # fmt: skip
-        kept = {name: shared[name] for name in ("table_ptr", "ROUTE", "UPDATE", "PRECISION", "DT", "CT")}
+        kept = {name: shared[name] for name in ("table_ptr", "ROUTE", "UPDATE", "PRECISION", "PT", "DT", "CT")}
         weight = {
             **kept, "grads_ptr": w, "dtaus_ptr": w if gumbel else None, "POINTERS": len(pointers),
             "EXTRA": len(pointers) // len(layers) - 2 * params, "PARAMS": 2 * params, **WEIGHT_TILE,

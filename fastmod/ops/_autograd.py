@@ -26,14 +26,18 @@ Kernel = tuple[Any, Any]
 Rule = Callable[..., tuple[Any, Any]]
 
 
-def define(schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None) -> Kernel:
-    """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule."""
+def define(
+    schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None, triton_more: str = ""
+) -> Kernel:
+    """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule.
+    ``triton_more``: an argument that Triton's kernel alone has."""
     name = schema.split("(", 1)[0]
+    schemas = schema, schema.replace(") ->", f", {triton_more}) ->") if triton_more else schema
     kernels = []
-    for namespace, library in zip(NAMESPACES, _libraries, strict=True):
+    for namespace, library, own in zip(NAMESPACES, _libraries, schemas, strict=True):
         known = getattr(torch.ops, namespace)
         if not hasattr(known, name):  # an extension from older sources, which stays unused, may have defined it
-            library.define(schema)
+            library.define(own)
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         kernel = getattr(known, name).default
         torch.library.register_vmap(kernel, (rule or by_elements)(kernel), lib=library)

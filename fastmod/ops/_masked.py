@@ -66,8 +66,7 @@ def reference_weights(
 
 def fake_gradients(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     """Gradients of x, weight and logits; empty where not needed."""
-    like = inputs[0]
-    return [like.new_empty(value.shape if needed else 0) for value, needed in zip(inputs, needs, strict=True)]
+    return [value.new_empty(value.shape if needed else 0) for value, needed in zip(inputs, needs, strict=True)]
 
 
 class Geometry(Protocol):
@@ -109,6 +108,12 @@ class Draws(NamedTuple):
     first: int
     samples: int
     tau: float
+    low: torch.dtype | None = None  # what Triton's kernels round x, weight, logits and an unmasked bias to
+
+    @property
+    def rounding(self) -> tuple[torch.dtype | None, ...]:
+        """The last argument of Triton's kernels, which native ones do not have."""
+        return (self.low,) if self.triton else ()
 
     def masked(self, logits: Tensor, weight: Tensor | None, seed: Tensor, sample: int) -> Tensor:
         """One masked copy."""

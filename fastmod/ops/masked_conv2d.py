@@ -12,6 +12,7 @@ from fastmod import backend, noise
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _masked
 from fastmod.ops._masked import Draws
+from fastmod.ops.masked_linear import LOW
 
 
 def masked_conv2d(
@@ -83,10 +84,14 @@ def _masked_conv2d(
             tensors = x, weight, logits, bias, bias_logits, key
             return reference(*tensors, samples, steps, margin, spread, groups, tau, first)
     _check(x, weight, logits, bias, bias_logits, samples, groups)  # what a convolution costs hides the time
+    low, triton, geometry = None, chosen == "triton", (steps, margin, spread, groups)
     if backend.autocast_enabled(x.device.type):
-        x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)
-    geometry = steps, margin, spread, groups
-    return _run(x, weight, logits, bias, bias_logits, key, samples, *geometry, tau, first, chosen == "triton")
+        if triton and at_once(x, weight, *geometry, triton):
+            params = [t for t in (weight, logits, bias, bias_logits) if t is not None]
+            low = backend.rounded_by_kernel(x, *params)
+        if low is None:
+            x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)
+    return _run(x, weight, logits, bias, bias_logits, key, samples, *geometry, tau, first, triton, low)
 
 
 def _check(
@@ -171,9 +176,9 @@ def channels_last(x: Tensor) -> bool:
     return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def _empty_images(x: Tensor, shape: Sequence[int]) -> Tensor:
+def _empty_images(x: Tensor, shape: Sequence[int], low: torch.dtype | None = None) -> Tensor:
     layout = torch.channels_last if channels_last(x) else torch.contiguous_format
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    return torch.empty(shape, dtype=low or x.dtype, device=x.device, memory_format=layout)
 
 
 def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
@@ -200,9 +205,10 @@ def fake_forward(
     padding: Sequence[int],
     dilation: Sequence[int],
     first: int = 0,
+    low: torch.dtype | None = None,
 ) -> Tensor:
     _checks.one_device(x, weight, logits, bias, bias_logits)
-    return _empty_images(x, out_shape(x, weight, stride, padding, dilation))
+    return _empty_images(x, out_shape(x, weight, stride, padding, dilation), low)
 
 
 def fake_backward(
@@ -220,11 +226,12 @@ def fake_backward(
     tau: float,
     needs: Sequence[bool],
     first: int = 0,
+    low: torch.dtype | None = None,
 ) -> list[Tensor]:
     rest = zip((weight, logits, bias, bias_logits), needs[1:], strict=True)
     return [
         _empty_images(x, x.shape) if needs[0] else x.new_empty(0),
-        *[x.new_empty(value.shape if needed and value is not None else 0) for value, needed in rest],
+        *[weight.new_empty(value.shape if needed and value is not None else 0) for value, needed in rest],
     ]
 
 
@@ -234,6 +241,7 @@ FORWARD = _autograd.define(
     "masked_conv2d_forward(Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, Tensor seed, "
     "int samples, int[2] stride, int[2] padding, int[2] dilation, int first=0) -> Tensor",
     fake_forward,
+    triton_more=LOW,
 )
 #: gradients of x, weight, logits, bias and bias_logits; empty where not needed
 BACKWARD = _autograd.define(
@@ -241,6 +249,7 @@ BACKWARD = _autograd.define(
     "Tensor seed, int samples, int[2] stride, int[2] padding, int[2] dilation, float tau, bool[5] needs, "
     "int first=0) -> Tensor[]",
     fake_backward,
+    triton_more=LOW,
 )
 
 #: Rows and columns of a filter that the kernels serve.
@@ -283,16 +292,24 @@ class Geometry(NamedTuple):
     dilation: list[int]
     tau: float
     first: int
+    low: torch.dtype | None
+
+    @property
+    def rounding(self) -> tuple[torch.dtype | None, ...]:
+        """The last argument of Triton's kernels, which native ones do not have."""
+        return (self.low,) if self.triton else ()
 
     def forward(self, *tensors: Tensor | None) -> Tensor:
         """x, weight, logits, bias, bias_logits, seed"""
         sizes = self.samples, self.stride, self.padding, self.dilation
-        return FORWARD[self.triton](*tensors, *sizes, self.first)
+        return FORWARD[self.triton](*tensors, *sizes, self.first, *self.rounding)
 
     def reference(
         self, x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor
     ) -> Tensor:
         sizes = self.samples, self.stride, self.padding, self.dilation
+        x, weight, logits = _checks.in_dtype(self.low, x, weight, logits)
+        bias, bias_logits = (t if t is None else _checks.in_dtype(self.low, t)[0] for t in (bias, bias_logits))
         return reference(x, weight, logits, bias, bias_logits, seed, *sizes, 1, self.tau, self.first)
 
 
@@ -318,7 +335,7 @@ class MaskedConv2d(_autograd.Op):
 def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
     own, needs = numbers
     sizes = own.samples, own.stride, own.padding, own.dilation
-    found = BACKWARD[own.triton](grad, *tensors, *sizes, own.tau, needs, own.first)
+    found = BACKWARD[own.triton](grad, *tensors, *sizes, own.tau, needs, own.first, *own.rounding)
     return tuple([value for value, need in zip(found, needs, strict=True) if need])
 
 
@@ -391,10 +408,11 @@ def _run(
     tau: float,
     first: int,
     triton: bool,
+    low: torch.dtype | None,
 ) -> Tensor:
     tensors = x, weight, logits, bias, bias_logits, seed
     if at_once(x, weight, stride, padding, dilation, groups, triton):
-        own = Geometry(triton, samples, stride, padding, dilation, tau, first)
+        own = Geometry(triton, samples, stride, padding, dilation, tau, first, low)
         return _autograd.apply(MaskedConv2d, own, *tensors) if _autograd.wanted(*tensors) else own.forward(*tensors)
     geometry = Convolution(stride, padding, dilation, groups)
     return _masked.run(geometry, Draws(triton, first, samples, tau), False, *tensors)

@@ -70,9 +70,14 @@ def _masked_linear(
         with backend.reference_autocast(x, weight, logits, bias, bias_logits) as (x, weight, logits, bias, bias_logits):
             return reference(x, weight, logits, bias, bias_logits, key, samples, tau, first)
     try:
+        low, triton = None, chosen == "triton"
         if backend.autocast_enabled(x.device.type):
-            x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)
-        return _run(x, weight, logits, bias, bias_logits, key, samples, tau, first, chosen == "triton")
+            low = backend.rounded_by_kernel(x, weight, logits) if triton else None
+            if low is None:
+                x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)
+            elif bias is not None and bias_logits is not None:  # masked by `sample_mask`, which knows nothing of it
+                bias, bias_logits = backend.lowered(bias, bias_logits)
+        return _run(x, weight, logits, bias, bias_logits, key, samples, tau, first, triton, low)
     except Exception:
         _check(x, weight, logits, bias, bias_logits, samples)
         raise
@@ -110,10 +115,17 @@ def reference(
 
 
 def fake_forward(
-    x: Tensor, weight: Tensor, logits: Tensor, biases: Tensor | None, seed: Tensor, samples: int, first: int = 0
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    biases: Tensor | None,
+    seed: Tensor,
+    samples: int,
+    first: int = 0,
+    low: torch.dtype | None = None,
 ) -> Tensor:
     _checks.one_device(x, weight, logits, biases)
-    return x.new_empty((*x.shape[:-1], weight.shape[-2]))
+    return x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=low or x.dtype)
 
 
 def fake_backward(
@@ -126,6 +138,7 @@ def fake_backward(
     tau: float,
     needs: Sequence[bool],
     first: int = 0,
+    low: torch.dtype | None = None,
 ) -> list[Tensor]:
     found = _masked.fake_gradients((x, weight, logits), needs)
     if weight.dim() == 2:
@@ -154,6 +167,8 @@ def _side_by_side(weight: int) -> Callable[[Any], _autograd.Rule]:
     return of
 
 
+#: Of Triton's kernels: as `low` of ``mfnnr``. Biases of any of the two dtypes are rounded too.
+LOW = "ScalarType? low=None"
 #: x [B, ..., in], part s of the batch through sample first + s of the masked weight [out, in], plus row s of biases
 #: [S, out]. Of weights [layers, out, in] the same for each, of tensors with one more dimension in front.
 FORWARD = _autograd.define(
@@ -161,6 +176,7 @@ FORWARD = _autograd.define(
     "int first=0) -> Tensor",
     fake_forward,
     _side_by_side(1),
+    LOW,
 )
 #: gradients of x, weight and logits; empty where not needed
 BACKWARD = _autograd.define(
@@ -168,6 +184,7 @@ BACKWARD = _autograd.define(
     "bool[3] needs, int first=0) -> Tensor[]",
     fake_backward,
     _side_by_side(2),
+    LOW,
 )
 
 #: Instruction set of the CPU kernels -> (rows for large weights, rows * weights to add for small ones).
@@ -198,6 +215,8 @@ class Linear:
     def reference(
         draws: Draws, x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor
     ) -> Tensor:
+        x, weight, logits = _checks.in_dtype(draws.low, x, weight, logits)
+        bias = bias if bias is None else _checks.in_dtype(draws.low, bias)[0]
         return reference(x, weight, logits, bias, bias_logits, seed, draws.samples, draws.tau, draws.first)
 
     def parts(self, batch: Tensor, samples: int) -> Sequence[Tensor]:
@@ -227,10 +246,10 @@ class Linear:
         return grad.sum(0, dtype=_checks.compute_dtype(grad))
 
     def forward_at_once(self, draws: Draws, *tensors: Any) -> Tensor:
-        return FORWARD[draws.triton](*tensors, draws.samples, draws.first)
+        return FORWARD[draws.triton](*tensors, draws.samples, draws.first, *draws.rounding)
 
     def backward_at_once(self, draws: Draws, *tensors: Any, needs: Sequence[bool]) -> list[Tensor]:
-        return BACKWARD[draws.triton](*tensors, draws.samples, draws.tau, needs, draws.first)
+        return BACKWARD[draws.triton](*tensors, draws.samples, draws.tau, needs, draws.first, *draws.rounding)
 
 
 LINEAR = Linear()
@@ -248,9 +267,11 @@ def _run(
     tau: float,
     first: int,
     triton: bool,
+    low: torch.dtype | None,
 ) -> Tensor:
     limit = row_limit(weight, triton)
     at_once = limit is None or x.shape[:-1].numel() <= samples * limit
     if not at_once or bias is not None or bias_logits is not None:
         _check(x, weight, logits, bias, bias_logits, samples)  # torch broadcasts where the kernels refuse
-    return _masked.run(LINEAR, Draws(triton, first, samples, tau), at_once, x, weight, logits, bias, bias_logits, seed)
+    draws = Draws(triton, first, samples, tau, low)
+    return _masked.run(LINEAR, draws, at_once, x, weight, logits, bias, bias_logits, seed)

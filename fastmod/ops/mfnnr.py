@@ -73,7 +73,7 @@ def mfnnr(
     try:
         low = None
         if backend.autocast_enabled(x.device.type):
-            low = None if chosen == "triton" else backend.rounded_by_kernel(x, *route, *update)
+            low = backend.rounded_by_kernel(x, *route, *update)
             if low is None:
                 x, *params = backend.lowered(x, *route, *update)
                 route, update = params[: len(route)], params[len(route) :]

@@ -69,7 +69,7 @@ def smfr(
                 return reference(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit)
         low, triton = None, chosen == "triton"
         if backend.autocast_enabled(x.device.type):
-            low = None if triton else backend.rounded_by_kernel(x, *params)
+            low = backend.rounded_by_kernel(x, *params)
             if low is None:
                 x, *params = backend.lowered(x, *params)
         found = _run(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit, triton, low)

@@ -35,6 +35,7 @@ UNFUSED = {
     "masked_linear.forward_kernel",
     "masked_linear.backward_x_kernel",
     "masked_conv2d.draw_kernel",
+    "masked_conv2d.weight_kernel",
 }
 
 

@@ -9,6 +9,7 @@ runs in the session that people start, the second half is a plugin of the other 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -92,10 +93,33 @@ def run(item: pytest.Item) -> None:
 
 
 def _make_triton_quicker() -> None:
-    """Every call of a device function patches the language that it sees, which takes a fifth of all time. Once is
-    enough: what its kernel's launch has not patched already stays so."""
+    """Four things take most of all time for nothing. Every call of a device function patches the language that it sees;
+    once is enough: what its kernel's launch has not patched already stays so. Every sum, difference and product of
+    integers is computed once more in 64 bits to find overflows, of which nobody is told unless the kernel is debugged.
+    A table of dtypes is made anew wherever one is looked up. Shapes of operands are compared number by number, where
+    numpy knows that they are equal."""
     from triton.runtime import interpreter
 
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    made_anew, known = interpreter._get_np_dtype, {}
+
+    def np_dtype(dtype: Any) -> Any:
+        element = dtype.scalar
+        if element.name not in known:
+            known[element.name] = made_anew(element)
+        return known[element.name]
+
+    interpreter._get_np_dtype = np_dtype
+    semantic = interpreter.interpreter_semantic
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_if_needed(a: Any, b: Any) -> Any:
+        if a.type.is_block() and b.type.is_block() and a.handle.data.shape == b.handle.data.shape:
+            return a, b
+        return broadcast(a, b)
+
+    semantic.broadcast_impl_value = broadcast_if_needed
     seen = set()
 
     def device_call(self: interpreter.InterpretedFunction, *arguments: Any, **options: Any) -> Any:

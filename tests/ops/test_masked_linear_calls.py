@@ -26,6 +26,7 @@ from tests.helpers.mask_cases import (
 )
 from tests.helpers.masked_linear import MASKED_LINEAR, draw, layer
 from tests.helpers.masked_linear import one_row_limit as one_row_limit
+from tests.ops.test_smfr import Casts
 
 pytestmark = pytest.mark.usefixtures("one_row_limit")
 
@@ -158,6 +159,30 @@ def test_autocast(backend: str) -> None:
     assert all(t.grad.dtype == torch.float32 for t in inputs)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("wide", "biased"), [("all", True), ("parameters", True), ("x", False)])
+def test_autocast_casts_nothing_in_triton(low: torch.dtype, wide: str, biased: bool) -> None:
+    """Kernels round what they read: results are those of casts, and so are gradients before they were rounded."""
+    x, weight, logits, bias, _ = draw(2, 3, 20, 5)
+    x = x.to(low) if wide == "parameters" else x
+    tensors = [x, *[t.to(low) if wide == "x" else t for t in (weight, logits, bias)[: 2 + biased]]]
+    found = []
+    with backends.chosen(backends.TRITON):
+        for own in (tensors, [t.to(low) for t in tensors]):
+            leaves = [t.detach().clone().requires_grad_() for t in own]
+            with torch.autocast("cpu", low), Casts() as casts:
+                x, weight, logits, *bias = leaves
+                out = ops.masked_linear(x, weight, logits, 2, bias=bias[0] if bias else None, seed=3)
+            with casts:
+                grads = torch.autograd.grad(out, leaves, out.detach() + 1)
+            assert casts.seen == [] or own is not tensors
+            assert [g.dtype for g in grads] == [t.dtype for t in own]
+            found.append([out, *[g.to(low) for g in grads]])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype == low and torch.equal(ours, theirs)
+
+
 def test_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw(3, 4, 7, 5)
     expected = layer(3)(*inputs)
@@ -251,7 +276,8 @@ def fuzz(seed: int) -> None:
         (*tensors, seed, samples), grad = arguments()
         leaves = [None if t is None or not t.is_floating_point() else t.requires_grad_() for t in tensors]
         wrapped = MASKED_LINEAR._run
-        wrapped(*leaves, seed, samples, random_tau(choose), choose.choice([0] * 8 + [1, -1]), False).backward(grad)
+        first = choose.choice([0] * 8 + [1, -1])
+        wrapped(*leaves, seed, samples, random_tau(choose), first, False, None).backward(grad)
 
     calls = [whole, product]
     fuzzed(choose, calls)
