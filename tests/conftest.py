@@ -72,8 +72,7 @@ def filled_memory() -> Iterator[None]:
 
 #: Slow tests of ops, Triton and CUDA; all others have the mark where they are written.
 SLOW = {
-    "gpu/test_cuda_compile.py::test_compiles_without_spills",
-    "gpu/test_cuda_host.py::test_thread_sanitizer",
+    "build/test_wheel.py::test_doctor_in_a_clean_environment",
     "ops/test_gated_residual.py::test_compile_fullgraph_and_autocast",
     "ops/test_masked_conv2d_calls.py::test_compile_fullgraph",
     "ops/test_masked_conv2d_calls.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
@@ -86,13 +85,15 @@ SLOW = {
     "ops/test_sample_mask.py::test_compile_fullgraph",
     "ops/test_sample_mask.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
     "ops/test_smfr.py::test_opcheck",
-    "gpu/test_triton_compile.py::test_fused",
-    "gpu/test_triton_compile.py::test_pointwise",
-    "gpu/test_triton_compile.py::test_pointwise_fp64",
 }
+
+
+#: Files of tests that have a compiler run over all kernels first, or over each.
+COMPILED = ("gpu/test_cuda_", "gpu/test_triton_", "gpu/test_launches.py", "gpu/test_net_launches.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.partition("[")[0].removeprefix("tests/") in SLOW:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if name.startswith(COMPILED) or name in SLOW:
             item.add_marker(pytest.mark.slow)

@@ -48,7 +48,7 @@ GPU = [Backend("cuda", "native", "cuda"), Backend("cuda-triton", "triton", "cuda
 def parameters(*left_out: str) -> list[Any]:
     """For the fixture ``backend``; without those whose names begin so, for ``parametrize(..., indirect=True)``."""
     found = [*NATIVE, TRITON, CUDA_HOST, *(GPU if DEVICE == "cuda" else [])]
-    marks = {TRITON: [pytest.mark.interpreted, pytest.mark.slow]}
+    marks = {TRITON: [pytest.mark.interpreted, pytest.mark.slow], CUDA_HOST: [pytest.mark.slow]}
     return [pytest.param(b, id=b.name, marks=marks.get(b, ())) for b in found if not b.name.startswith(left_out)]
 
 
