@@ -72,6 +72,23 @@ def llama() -> nn.Module:
     return transformer(lambda i, o: nn.Linear(i, o, bias=False), RMSNorm)
 
 
+class ViT(nn.Module):
+    """Patches of 8 x 8 pixels, a class token, places that are learned."""
+
+    def __init__(self, pixels: int = 32) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 256, 8, stride=8)
+        self.token = nn.Parameter(0.02 * torch.randn(1, 1, 256))
+        self.places = nn.Parameter(0.02 * torch.randn(1, 1 + (pixels // 8) ** 2, 256))
+        self.blocks = nn.Sequential(*[Block(256, 4, nn.Linear, nn.LayerNorm) for _ in range(4)])
+        self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.places
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
 def mlp(layers: int = 3, size: int = 1024) -> nn.Module:
     return nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(size, size), nn.ReLU())][:-1])
 

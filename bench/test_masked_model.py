@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bench._suite import measure
-from bench.masked_nets import bert, depthwise, gpt2, llama, mlp, steps, tokens
+from bench.masked_nets import ViT, bert, depthwise, gpt2, llama, mlp, steps, tokens
 from fastmod.bench.steps import Case
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ CASES = (
     masked_model("BERT 4x256 B16 T8", 3.0, bert, tokens(8)),
     masked_model("Llama 4x256 B16 T8", 3.0, llama, tokens(8)),
     masked_model("Llama 4x256 B16 T32", 3.0, llama, tokens(32)),
+    masked_model("ViT 4x256 B16 32 px", 3.0, ViT, lambda: torch.randn(16, 3, 32, 32)),
     masked_model("MLP 3x1024 B128", None, mlp, lambda: torch.randn(128, 1024)),
     masked_model("depthwise CNN B32", None, depthwise, lambda: torch.randn(32, 3, 32, 32)),
 )
