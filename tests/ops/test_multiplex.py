@@ -22,6 +22,9 @@ MANY = [(2, 33, 3, 5), (1, 65, 1, 130), (2, 40, 3, 5), (2, 16, 16, 32)]
 # Many blocks, whose sums of tau are added up in two steps; weights that fill no tile of Triton's; weights, and blocks,
 # that have no place in shared memory.
 BEYOND = [(40, 2, 1, 200), (2, 70, 40, 3), (1, 130, 136, 2), (2, 3, 2, 9000)]
+# Triton knows no shared memory of its own, and a step of its interpreter takes as long for few numbers as for many:
+# fewer steps over blocks and D, and yet more weights than a tile has, and more than one step.
+INTERPRETED = {(2, 70, 40, 3): (2, 33, 65, 3), (1, 130, 136, 2): (1, 65, 33, 3), (2, 3, 2, 9000): (2, 3, 2, 100)}
 EMPTY = [(0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)]
 TILES = [(128, 6, 8, 10), (5, 16, 16, 32), (3, 5, 4, 196), (1, 1, 1, 1), (67, 3, 5, 7), (2, 40, 33, 3)]
 # Too large for a tile, so one element after the other: rows that fill no block of a product and columns that fill no
@@ -65,6 +68,8 @@ def test_many_blocks_match_fp64(shape: tuple[int, ...], mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", BEYOND, ids=str)
 def test_beyond_a_tile(backend: backends.Backend, shape: tuple[int, ...], mode: str) -> None:
+    if backend is backends.TRITON:
+        shape = INTERPRETED.get(shape, shape)
     assert_agrees(route(mode), lambda: [*draw(*shape), torch.tensor(0.7)], draws=2)
 
 
@@ -75,10 +80,9 @@ def test_beyond_shared_memory_in_every_dtype(backend: backends.Backend, shape: t
     assert_agrees(route("gumbel"), lambda: draw(*shape, dtype), draws=1)
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [1, 2, 3])
-def test_tensors_that_begin_anywhere(offset: int, dtype: torch.dtype) -> None:
+def test_tensors_that_begin_anywhere(backend: backends.Backend, offset: int, dtype: torch.dtype) -> None:
     """Contiguous, but not at 16 bytes: what is read 16 bytes at a time must not be taken for aligned."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +93,7 @@ def test_tensors_that_begin_anywhere(offset: int, dtype: torch.dtype) -> None:
     blocks, logits = draw(b, m, n, d, dtype)
     grad, tau, seed = torch.randn(b, n, d).to(dtype), torch.tensor(0.7, dtype=compute_dtype(blocks)), torch.tensor(SEED)
     forward, backward = backends.kernel("multiplex_forward"), backends.kernel("multiplex_backward")
-    for mode in range(3):
+    for mode in (offset - 1,) if backend is backends.TRITON else range(3):
         expected = [
             forward(blocks, logits, tau, 1.0, seed, mode),
             *backward(grad, blocks, logits, tau, 1.0, seed, mode),
