@@ -8,8 +8,9 @@ namespace fastmod::cuda {
 
 constexpr int kStackThreads = 256;
 constexpr int kStackWarps = kStackThreads / kWarp;
-constexpr int kStages = 3;        // units of weights under way for each lane
-constexpr int kDepthStep = 16;    // inputs of a unit
+constexpr int kStages = 2;        // units of weights under way for each lane
+constexpr int kUnitChunks = 2;    // chunks of a unit
+constexpr int kDepthStep = 16;    // inputs of a chunk
 constexpr int kPairColumns = 16;  // columns of a unit: two tiles of 8
 constexpr int kThreadsOfRow = kStackThreads / kTileRows;  // row-wise work: half a warp has a row
 static_assert(kThreadsOfRow == 16 && kTileRows == 16, "a row belongs to one warp: __syncwarp orders its threads");
@@ -44,11 +45,12 @@ __device__ inline int place_of(int row, int feature) {
 
 __device__ inline bool finite(float value) { return value - value == 0.0f; }
 
-// high + low == value, and tensor cores read all of low but its last bit at most. What is not finite makes a sum that is
+// high - low == value, and tensor cores read all of low but its last bit at most: the sign of low is that of a weight's,
+// see multiply. What is not finite makes a sum that is
 // not finite, which is then computed anew.
 __device__ inline void split_special(float value, float* high, float* low) {
   *high = finite(value) ? __uint_as_float(__float_as_uint(value) & 0xffffe000u) : value;  // close to overflow, or inf
-  *low = finite(value) ? value - *high : value;
+  *low = finite(value) ? *high - value : -value;
 }
 struct alignas(8) Two32 {
   float v[2];
@@ -63,7 +65,7 @@ __device__ inline void put_at(float* place, const float (&value)[kRows][2]) {
   for (int i = 0; i < 2 * kRows; ++i) {
     uint32_t& word = i % 2 ? high[i / 2].y : high[i / 2].x;
     word = tf32_bits(value[i / 2][i % 2]);
-    low[i / 2].v[i % 2] = rest_of(value[i / 2][i % 2], word);
+    low[i / 2].v[i % 2] = less_of(value[i / 2][i % 2], word);
     all = i ? all + low[i / 2].v[i % 2] : low[0].v[0];
   }
   if (!finite(all)) {
@@ -89,12 +91,12 @@ __device__ inline void put(float* activations, int row, int feature, float first
 __device__ inline void put(float* activations, int row, int feature, float value) {
   float* at = activations + place_of(row, feature);
   at[0] = __uint_as_float(tf32_bits(value));
-  at[kLow] = value - at[0];
+  at[kLow] = at[0] - value;
   if (!finite(at[kLow])) split_special(value, at, at + kLow);
 }
 __device__ inline float get(const float* activations, int row, int feature) {
   const float* at = activations + place_of(row, feature);
-  return at[0] + at[kLow];
+  return at[0] - at[kLow];
 }
 
 // ---- what comes from outside

@@ -45,16 +45,13 @@ __device__ inline StackLayer<T> layer_of(const Stack<T, W>& s, int index, int m)
   return own;
 }
 
-// Launches `launch(stack, copies)` for all of them: grid.y takes so many at a time.
-constexpr int64_t kCopiesAtOnce = 65535;
+// Launches `launch(stack, copies)` for all of them.
 template <typename T, typename W, typename Launch>
 cudaError_t for_copies(Stack<T, W> stack, Launch launch) {
-  cudaError_t error = cudaSuccess;
-  for (; stack.first_copy < stack.copies && error == cudaSuccess; stack.first_copy += kCopiesAtOnce) {
-    const int64_t left = stack.copies - stack.first_copy;
-    error = launch(stack, static_cast<unsigned>(left < kCopiesAtOnce ? left : kCopiesAtOnce));
-  }
-  return error;
+  return by_copies(stack.copies, [&](int64_t first, unsigned count) {
+    stack.first_copy = first;
+    return launch(stack, count);
+  });
 }
 
 // ---- the order in which weights are used
@@ -65,7 +62,7 @@ cudaError_t for_copies(Stack<T, W> stack, Launch launch) {
 struct Step {
   int columns, depth[2], first[2];
   __device__ int chunks() const { return chunks_of(depth[0]) + chunks_of(depth[1]); }
-  __device__ int products() const { return depth[0] + depth[1]; }
+  __device__ int terms() const { return depth[0] + depth[1]; }
 };
 
 template <bool kBackward, typename T, typename W>
@@ -75,17 +72,32 @@ __device__ inline Step step_of(const Stack<T, W>& s, int linear, bool need_x) {
     const bool alone = linear == s.route && routed && !need_x;  // the gradient of x is not wanted
     return {alone ? routed : in, {out, 0}, {0, 0}};
   } else {
+    if (in == routed) return {out, {in, 0}, {0, 0}};
     return {out, {in - routed, routed}, {routed, 0}};
   }
+}
+
+// Sums of so few terms, in which nothing averages out, are given three more products: of the low parts, and of the last
+// bit of each factor, which tensor cores do not look at.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kFewTerms = 0;  // there factors are whole, see mma_by_shuffles
+#else
+constexpr int kFewTerms = 32;
+#endif
+// Of high and low parts, for each product of a sum: weights of 16 bits have no low part.
+template <typename T>
+__device__ inline int products_of(int terms, bool precise) {
+  return sizeof(T) < 4 ? 2 : !precise ? 1 : terms <= kFewTerms ? 6 : 3;
 }
 
 // A part of the sums of a linear layer as the stream of its weights meets it.
 template <typename W>
 struct alignas(16) PartPlan {
   const W* weight;  // forward: the part's first input of output 0; backward: all
-  int in, columns, depth;
-  int plain;     // forward: chunks that are there throughout, four neighbours to be copied at once
-  int careful;   // the other chunks
+  int stride;  // bytes from one output to the next
+  int columns, depth;
+  int plain;     // forward: units of two chunks before the last, if four neighbours can be copied at once
+  int more;      // parts that follow
   int together;  // neighbours that can be copied at once
 };
 // What is known of a linear layer, reckoned once per block and kept in shared memory.
@@ -93,7 +105,10 @@ template <typename T, typename W>
 struct alignas(16) LinearPlan {
   PartPlan<W> part[2];
   const W* bias;
-  int chunks, products;
+  int terms;     // of a sum
+  int products;  // of tensor cores for each, see multiply
+  short units[2], half[2];  // of each part of the sums: units of two chunks, and of one at its end
+  float share;           // to be given back of the first unit
   // Forward only. Places are those of the block's first row.
   float* saved;  // null if nothing is kept
   T* logits;     // of the last linear layer of an FNN, for those outputs from `before` on
@@ -118,12 +133,16 @@ __device__ inline void plan_linear(const Stack<T, W>& s, int linear, bool need_x
       return even && reinterpret_cast<uintptr_t>(weight) % (count * sizeof(W)) == 0;
     };
     const int together = !kBackward && by(4) ? 4 : by(2) ? 2 : 1;
-    const int plain = together == 4 ? depth / kDepthStep : 0;
-    plan->part[i] = {weight + first, in, step.columns, depth, plain, chunks_of(depth) - plain, together};
+    const int plain = together == 4 && depth > 0 ? (depth - 1) / (kUnitChunks * kDepthStep) : 0;
+    plan->part[i] = {weight + first, in * static_cast<int>(sizeof(W)), step.columns, depth,
+                     plain,          i == 0 && step.depth[1] > 0,      together};
+    plan->units[i] = chunks_of(depth) / kUnitChunks;
+    plan->half[i] = chunks_of(depth) % kUnitChunks;
   }
   plan->bias = bias_of(s, linear);
-  plan->chunks = step.chunks();
-  plan->products = step.products();
+  plan->terms = step.terms();
+  plan->products = products_of<T>(plan->terms, s.precise);
+  plan->share = plan->terms <= kExactDepth ? 0.0f : kCutOff * (2 * step.chunks() - 1);
 }
 // By loads of 16 bytes.
 template <typename Plan>
