@@ -55,13 +55,22 @@ inline void check_routing(const std::optional<at::Tensor>& tau, double tau_value
                    "seed: expected an int64 0-d tensor, or one per copy");
 }
 
-inline void check_multiplex(const at::Tensor& blocks, const at::Tensor& logits) {
+// Returns how many copies there are: temperature and seed, as far as there are any, have one number for each then, and
+// all other tensors the copies in front. 0: no such dimension.
+inline int64_t check_multiplex(const at::Tensor& blocks, const at::Tensor& logits,
+                               const std::optional<at::Tensor>& tau, const std::optional<at::Tensor>& seed) {
   check_float(blocks, "blocks");
   check_like(blocks, logits, "logits");
   TORCH_CHECK_VALUE(blocks.dim() >= 2 && logits.dim() == blocks.dim() && blocks.size(-2) > 0 &&
                         blocks.sizes().slice(0, blocks.dim() - 1) == logits.sizes().slice(0, logits.dim() - 1),
                     "expected blocks [..., M, D] and logits [..., M, N], got ", blocks.sizes(), " and ",
                     logits.sizes());
+  const auto& numbers = seed ? seed : tau;
+  if (!numbers || numbers->dim() != 1) return 0;
+  TORCH_CHECK_VALUE(numbers->size(0) > 0 && blocks.dim() > 2 && blocks.size(0) == numbers->size(0),
+                    "expected blocks and logits of ", numbers->size(0), " copies, got ", blocks.sizes(), " and ",
+                    logits.sizes());
+  return numbers->size(0);
 }
 
 inline void check_gated_residual(const at::Tensor& x, const at::Tensor& fresh, const at::Tensor& gate) {

@@ -77,6 +77,7 @@ struct RoutingArguments {
   double tau_value;
   Tensor tau;
   const int64_t* seed = nullptr;
+  int64_t tau_step = 0, seed_step = 0;  // from copy to copy
 
   RoutingArguments(const Tensor& like, const OptionalTensor& tau_, double tau_value_, const OptionalTensor& seed_,
                    int64_t mode_, int64_t copies = 0)
@@ -85,12 +86,15 @@ struct RoutingArguments {
     if (tau_) {
       TORCH_CHECK(tau_->device() == like.device(), "tau: expected device ", like.device(), ", got ", tau_->device());
       tau = tau_->to(compute_type(like));
+      if (tau.dim()) tau_step = tau.stride(0);
     }
-    if (mode == kGumbel) seed = seed_on_device(like, *seed_);
+    if (mode != kGumbel) return;
+    seed = seed_on_device(like, *seed_);
+    if (seed_->dim()) seed_step = seed_->stride(0);
   }
   template <typename C>
   Routing<C> as() const {
-    return {mode, data<C>(tau), static_cast<C>(tau_value), seed, 0};
+    return {mode, data<C>(tau), static_cast<C>(tau_value), seed, 0, tau_step, seed_step};
   }
 };
 

@@ -162,6 +162,8 @@ struct Product {
     const int steps = p.chunk / kStep<T>;
     const T* weight = reinterpret_cast<const T*>(memory + layout.weight);
     Unit* units = reinterpret_cast<Unit*>(memory + layout.weights);
+    // Every step's sum begins at zero and is cut off once: given back here, where it costs least.
+    const float grown = depth() > kExactDepth ? kCutOff : 0.0f;
 #pragma unroll 2
     for (int i = threadIdx.x / (4 * kColumns); i < wy.taps * wx.taps * steps; i += kGroups) {
       const int tap = steps == 1 ? i : i / steps, local = (i - tap * steps) * kStep<T> + t * kChannels;
@@ -173,7 +175,7 @@ struct Product {
         v[j] = widen(kBackward ? weight[((local + j) * kColumns + column) * taps + from]
                                : weight[(column * p.chunk + local + j) * taps + from]);
       }
-      units[(i * kColumns + column) * 4 + t] = Operand<T>::pack(v, p.precise);
+      units[(i * kColumns + column) * 4 + t] = Operand<T>::pack(v, p.precise, grown);
     }
   }
 

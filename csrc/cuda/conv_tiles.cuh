@@ -19,7 +19,8 @@ template <typename T>
 struct Operand {
   using Unit = uint2;  // two words of two numbers
   static constexpr int kChannels = 4;
-  static __device__ Unit pack(const float (&v)[4], bool) {
+  // grown: see split_tf32; 16 bits are multiplied as they are.
+  static __device__ Unit pack(const float (&v)[4], bool, float = 0.0f) {
     T* type = nullptr;
     return {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
   }
@@ -31,10 +32,10 @@ template <>
 struct Operand<float> {
   using Unit = uint4;  // high parts, low parts
   static constexpr int kChannels = 2;
-  static __device__ Unit pack(const float (&v)[2], bool precise) {
+  static __device__ Unit pack(const float (&v)[2], bool precise, float grown = 0.0f) {
     Unit unit;
-    split_tf32(v[0], precise, &unit.x, &unit.z);
-    split_tf32(v[1], precise, &unit.y, &unit.w);
+    split_tf32(v[0], precise, &unit.x, &unit.z, grown);
+    split_tf32(v[1], precise, &unit.y, &unit.w, grown);
     return unit;
   }
   static __device__ void read(const float* from, float (&v)[2]) {

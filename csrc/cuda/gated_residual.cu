@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const T* grad, const T* x, const T* fresh, const T* gate, T* grad_x, T* grad_fresh, T* grad_gate,
-                    const Compute<T>* grad_penalty, Compute<T> threshold, GateShape shape, int lanes) {
+                    GateShape shape, int lanes) {
   using C = Compute<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
   const int lane = threadIdx.x % lanes;
@@ -35,17 +35,13 @@ __global__ void __launch_bounds__(kThreads)
   C total = 0;
   for (int64_t d = lane; active && d < shape.d; d += lanes) {
     const int64_t e = row * shape.d + d;
-    const C g = grad ? widen(grad[e]) : C(0);
-    if (grad) total += g * (widen(fresh[at_new + d]) - widen(x[e]));
+    const C g = widen(grad[e]);
+    total += g * (widen(fresh[at_new + d]) - widen(x[e]));
     narrow(open * g, grad_fresh + at_new + d);
     narrow(shut * g, grad_x + e);
   }
   for (int offset = lanes / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(kAllLanes, total, offset);
-  if (active && lane == 0) {
-    C result = total * open * shut;
-    if (grad_penalty) result += C(2) * *grad_penalty * excess(logit, threshold);
-    narrow(result, grad_gate + at_gate);
-  }
+  if (active && lane == 0) narrow(total * open * shut, grad_gate + at_gate);
 }
 
 }  // namespace
@@ -61,20 +57,19 @@ cudaError_t gated_residual_forward(const T* x, const T* fresh, const T* gate, T*
 
 template <typename T>
 cudaError_t gated_residual_backward(const T* grad, const T* x, const T* fresh, const T* gate, T* grad_x, T* grad_fresh,
-                                    T* grad_gate, const Compute<T>* grad_penalty, Compute<T> threshold,
-                                    GateShape shape, cudaStream_t stream) {
+                                    T* grad_gate, GateShape shape, cudaStream_t stream) {
   const int64_t rows = shape.batch * shape.n;
   if (rows == 0) return cudaSuccess;
   int lanes = 1;
   while (lanes < kWarp && lanes < shape.d) lanes *= 2;
   return FASTMOD_LAUNCH(backward_kernel<T>, blocks_for(rows, kThreads / lanes), kThreads, stream, grad, x, fresh, gate,
-                        grad_x, grad_fresh, grad_gate, grad_penalty, threshold, shape, lanes);
+                        grad_x, grad_fresh, grad_gate, shape, lanes);
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                                      \
   template cudaError_t gated_residual_forward<T>(const T*, const T*, const T*, T*, GateShape, cudaStream_t);        \
-  template cudaError_t gated_residual_backward<T>(const T*, const T*, const T*, const T*, T*, T*, T*,               \
-                                                  const Compute<T>*, Compute<T>, GateShape, cudaStream_t);
+  template cudaError_t gated_residual_backward<T>(const T*, const T*, const T*, const T*, T*, T*, T*, GateShape,    \
+                                                  cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

@@ -31,8 +31,8 @@ std::tuple<Tensor, Tensor, Tensor> gated_residual_backward(const Tensor& grad_, 
   dispatch(x.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
     C10_CUDA_CHECK(cuda::gated_residual_backward<T>(data<T>(grad), data<T>(x), data<T>(fresh), data<T>(gate),
-                                                    data<T>(grad_x), data<T>(grad_fresh), data<T>(grad_gate), nullptr,
-                                                    Compute<T>(0), gate_shape(x), stream()));
+                                                    data<T>(grad_x), data<T>(grad_fresh), data<T>(grad_gate),
+                                                    gate_shape(x), stream()));
   });
   return {grad_x, grad_fresh, grad_gate};
 }

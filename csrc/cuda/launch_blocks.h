@@ -5,9 +5,10 @@
 
 namespace fastmod::cuda {
 
-// blocks [batch, m, d], logits [batch, m, n], output [batch, n, d]
+// blocks [batch, m, d], logits [batch, m, n], output [batch, n, d]; of several copies all have them in front.
 struct Shape {
   int64_t batch, m, n, d;
+  int64_t copies = 1;
 };
 
 // A pointer to device memory wins over the value beside it, so that neither tau nor seed needs a synchronisation.
@@ -18,26 +19,25 @@ struct Routing {
   C tau_value;
   const int64_t* seed;
   int64_t seed_value;
+  int64_t tau_step = 0, seed_step = 0;  // from copy to copy
 };
 
 // ---- multiplex.cu, multiplex_backward.cu: float, double, __half, __nv_bfloat16
 //
-// Each function is one launch.
+// Each function is one launch, for any number of copies up to 65535; the backward of rows too large for shared memory one
+// a copy. The values of a copy are those that it would have alone, noise and all.
 
 template <typename T>
 cudaError_t multiplex_forward(const T* blocks, const T* logits, T* out, Routing<Compute<T>> routing, Shape shape,
                               cudaStream_t stream);
 
-// grad [batch, n, d] -> grad_blocks [batch, m, d] (+ base, if not null; base may be grad_blocks itself), grad_logits
-// [batch, m, n] and grad_tau (0-d, zero unless routing.tau is a pointer). grad_blocks may be null, and grad_tau where
-// tau is a number. grad_penalty (0-d, may be null) adds the gradient of the range penalty over the logits. Without a
-// batch nothing is written. Scratch as for norm_conv; learned: tau is a pointer.
+// grad [batch, n, d] -> grad_blocks [batch, m, d], grad_logits [batch, m, n] and grad_tau (one a copy, zero unless
+// routing.tau is a pointer). Without a batch nothing is written. Scratch as for norm_conv; learned: tau is a pointer.
 template <typename T>
 Scratch multiplex_backward_scratch(Shape shape, bool learned);
 template <typename T>
-cudaError_t multiplex_backward(const T* grad, const T* blocks, const T* logits, const T* base, T* grad_blocks,
-                               T* grad_logits, Compute<T>* grad_tau, Routing<Compute<T>> routing,
-                               const Compute<T>* grad_penalty, Compute<T> threshold, Compute<T>* scratch,
+cudaError_t multiplex_backward(const T* grad, const T* blocks, const T* logits, T* grad_blocks, T* grad_logits,
+                               Compute<T>* grad_tau, Routing<Compute<T>> routing, Compute<T>* scratch,
                                unsigned* tickets, Shape shape, cudaStream_t stream);
 
 // ---- gated_residual.cu: float, double, __half, __nv_bfloat16
@@ -52,11 +52,10 @@ template <typename T>
 cudaError_t gated_residual_forward(const T* x, const T* fresh, const T* gate, T* out, GateShape shape,
                                    cudaStream_t stream);
 
-// grad may be null (zero). grad_fresh and grad_gate have the strides of new and gate. grad_penalty as above, over gate.
+// grad_fresh and grad_gate have the strides of new and gate.
 template <typename T>
 cudaError_t gated_residual_backward(const T* grad, const T* x, const T* fresh, const T* gate, T* grad_x, T* grad_fresh,
-                                    T* grad_gate, const Compute<T>* grad_penalty, Compute<T> threshold,
-                                    GateShape shape, cudaStream_t stream);
+                                    T* grad_gate, GateShape shape, cudaStream_t stream);
 
 // ---- range_penalty.cu: float, double, __half, __nv_bfloat16
 

@@ -271,7 +271,7 @@ __device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, co
   const int warp = static_cast<int>(threadIdx.x) / kWarp, share = warp / (P::kDown * P::kAcross);
   const int part = warp % (P::kDown * P::kAcross);
   const int warp_row = part / P::kAcross * P::kRowTiles * 16, warp_column = part % P::kAcross * P::kColumnTiles * 8;
-  const bool few = kFewProducts > 0 && depth <= kFewProducts;
+  const bool few = kFewTerms > 0 && depth <= kFewTerms;
   Sums<C, P::kRowTiles, P::kColumnTiles> sums;
   const int64_t steps = (depth + P::kDepth - 1) / P::kDepth;
   load(0);

@@ -252,6 +252,26 @@ __device__ inline uint32_t tf32_rest(float value, uint32_t high) {
   return __float_as_uint(value - __uint_as_float(high));
 #endif
 }
+// high + grown value, rounded once.
+__device__ inline uint32_t tf32_less(float value, float grown, uint32_t high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t rest;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=r"(rest) : "f"(value), "f"(grown), "r"(high));
+  return rest;
+#else
+  return __float_as_uint(fmaf(value, grown, __uint_as_float(high)));
+#endif
+}
+// high - value.
+__device__ inline float less_of(float value, uint32_t high) {
+#if defined(__CUDA_ARCH__)
+  float rest;
+  asm("sub.f32 %0, %1, %2;" : "=f"(rest) : "r"(high), "f"(value));
+  return rest;
+#else
+  return __uint_as_float(high) - value;
+#endif
+}
 __device__ inline float rest_of(float value, uint32_t high) {
 #if defined(__CUDA_ARCH__)
   float rest;
@@ -262,13 +282,22 @@ __device__ inline float rest_of(float value, uint32_t high) {
 #endif
 }
 
+// Tensor cores cut sums off where an adder would round them: each product costs half a unit of the last place, on average
+// this part of the sum, which can be given back. What is left is as good as rounding.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr float kCutOff = 0.0f;  // sums of mma_by_shuffles are rounded
+#else
+constexpr float kCutOff = 0.72f / 16777216.0f;
+#endif
+constexpr int kExactDepth = 4;  // sums of so few products lose nothing, or nearly so
+
 // value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them, without that of the low
 // parts, make one of fp32. What is not finite is a low part alone: it meets the other factor's high part and nothing
 // else, while as a high part it would meet the low part too, which may be zero or of the other sign. Unless `precise`,
-// low is not read.
-__device__ inline void split_tf32(float value, bool precise, uint32_t* high, uint32_t* low) {
+// low is not read. `grown`: what low is more than value by, of value.
+__device__ inline void split_tf32(float value, bool precise, uint32_t* high, uint32_t* low, float grown = 0.0f) {
   *high = tf32_bits(value);
-  const float rest = value - __uint_as_float(*high);
+  const float rest = grown * value + (value - __uint_as_float(*high));
   *low = tf32_bits(rest);
   if (rest - rest != 0.0f && precise) {
     *high = 0;

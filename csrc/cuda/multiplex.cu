@@ -75,11 +75,18 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const Places<int>& places = plan.places;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * plan.rows, left = batch - first;
   const int rows = static_cast<int>(left < plan.rows ? left : plan.rows), each = places.m * plan.d;
+  const int of_row = places.m * places.n;
+  const int64_t copy = gridDim.y > 1 ? blockIdx.y : 0;
+  if (gridDim.y > 1) {
+    blocks += copy * batch * each;
+    logits += copy * batch * of_row;
+    out += copy * batch * places.n * plan.d;
+  }
   const T* held = copy_span(blocks + first * each, rows * each, memory);
   commit_copies();
-  const int of_row = places.m * places.n;
   const Logits<T> own{logits, plan.vector_logits, first * of_row};
-  own.load_scores(routing, temperature_of(routing), rows * of_row, places, weights);
+  const Routing<C> ours = gridDim.y > 1 ? routing_of(routing, copy) : routing;
+  own.load_scores(ours, temperature_of(ours), rows * of_row, places, weights);
   __syncthreads();
   if (routing.mode == kSoftmax) {
     soft_columns<4>(weights, weights, rows, places);
@@ -97,7 +104,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 template <typename T>
 __global__ void __launch_bounds__(kColumnThreads, 2)
     forward_plain_kernel(const T* blocks, const T* logits, T* out, Routing<Compute<T>> routing, Shape shape) {
-  multiplex_columns(blocks, logits, out, routing, shape, static_cast<int64_t>(blockIdx.x) * kColumns,
+  const int64_t copy = blockIdx.y, rows = copy * shape.batch;
+  multiplex_columns(blocks + rows * shape.m * shape.d, logits + rows * shape.m * shape.n, out + rows * shape.n * shape.d,
+                    routing_of(routing, copy), shape, static_cast<int64_t>(blockIdx.x) * kColumns,
                     shape.batch * shape.n);
 }
 
@@ -106,9 +115,14 @@ cudaError_t launch_forward(const T* blocks, const T* logits, T* out, const Routi
                            const Shape& shape, cudaStream_t stream) {
   plan.align(shape, kVector, packs<4>(logits));
   const auto bytes = static_cast<size_t>(bytes_of<T>(shape, plan.rows, plan.places.stride));
-  return FASTMOD_LAUNCH_LARGE((forward_kernel<T, kVector>), blocks_for(shape.batch, plan.rows), plan.threads,
-                              bytes, stream, blocks, logits, out, routing, shape.batch,
-                              static_cast<int>(blocks_bytes<T>(shape, plan.rows)), plan);
+  return by_copies(shape.copies, [&](int64_t first, unsigned count) {
+    const dim3 grid(blocks_for(shape.batch, plan.rows).x, count);
+    const int64_t rows = first * shape.batch;
+    return FASTMOD_LAUNCH_LARGE((forward_kernel<T, kVector>), grid, plan.threads, bytes, stream,
+                                blocks + rows * shape.m * shape.d, logits + rows * shape.m * shape.n,
+                                out + rows * shape.n * shape.d, routing_of(routing, first), shape.batch,
+                                static_cast<int>(blocks_bytes<T>(shape, plan.rows)), plan);
+  });
 }
 
 }  // namespace
@@ -116,13 +130,18 @@ cudaError_t launch_forward(const T* blocks, const T* logits, T* out, const Routi
 template <typename T>
 cudaError_t multiplex_forward(const T* blocks, const T* logits, T* out, Routing<Compute<T>> routing, Shape shape,
                               cudaStream_t stream) {
-  if (shape.batch * shape.n * shape.d == 0) return cudaSuccess;
+  if (shape.copies * shape.batch * shape.n * shape.d == 0) return cudaSuccess;
   const RowPlan plan(shape, shape.n, shared_limit(), [&](int64_t rows, int64_t stride) {
     return bytes_of<T>(shape, rows, stride);
   });
   if (!plan.fits) {
-    return FASTMOD_LAUNCH(forward_plain_kernel<T>, blocks_for(shape.batch * shape.n, kColumns), kColumnThreads, stream,
-                          blocks, logits, out, routing, shape);
+    return by_copies(shape.copies, [&](int64_t first, unsigned count) {
+      const dim3 grid(blocks_for(shape.batch * shape.n, kColumns).x, count);
+      const int64_t rows = first * shape.batch;
+      return FASTMOD_LAUNCH(forward_plain_kernel<T>, grid, kColumnThreads, stream, blocks + rows * shape.m * shape.d,
+                            logits + rows * shape.m * shape.n, out + rows * shape.n * shape.d,
+                            routing_of(routing, first), shape);
+    });
   }
   if (shape.d % 4 == 0 && packs<4>(blocks) && packs<4>(out)) {
     return launch_forward<T, 4>(blocks, logits, out, routing, plan, shape, stream);

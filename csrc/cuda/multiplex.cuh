@@ -16,6 +16,25 @@ constexpr int kChunk = 32;  // rows of M in shared memory at a time
 constexpr int kColumnThreads = 128;
 static_assert(kColumnThreads % kColumns == 0, "a thread keeps its column while it walks the rows");
 
+// Copies: each has blocks of its own on grid.y, which takes so many at a time.
+constexpr int64_t kCopiesAtOnce = 65535;
+// Launches `launch(first, count)` for all of them.
+template <typename Launch>
+cudaError_t by_copies(int64_t copies, Launch launch) {
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < copies && error == cudaSuccess; first += kCopiesAtOnce) {
+    const int64_t left = copies - first;
+    error = launch(first, static_cast<unsigned>(left < kCopiesAtOnce ? left : kCopiesAtOnce));
+  }
+  return error;
+}
+template <typename C>
+__host__ __device__ Routing<C> routing_of(Routing<C> routing, int64_t copy) {
+  if (routing.tau) routing.tau += copy * routing.tau_step;
+  if (routing.seed) routing.seed += copy * routing.seed_step;
+  return routing;
+}
+
 template <typename C>
 __device__ inline C temperature_of(const Routing<C>& routing) {
   const C tau = routing.tau ? *routing.tau : routing.tau_value;

@@ -40,15 +40,26 @@ struct Gradients {
   const T* grad;
   const T* blocks;
   const T* logits;
-  const T* base;  // of blocks; may be null, as blocks and tau
   T* of_blocks;
   T* of_logits;
   Compute<T>* of_tau;
   Routing<Compute<T>> routing;
-  const Compute<T>* of_penalty;  // may be null
-  Compute<T> threshold;
   Compute<T>* scratch;
   unsigned* tickets;
+
+  // The same of a copy of such a shape, which has so many blocks; scratch: of each copy.
+  __host__ __device__ void move_to(int64_t copy, const Shape& shape, int64_t scratch_each, int64_t tickets_each) {
+    const int64_t rows = copy * shape.batch, of_rows = rows * shape.m * shape.d;
+    grad += rows * shape.n * shape.d;
+    blocks += of_rows;
+    of_blocks += of_rows;
+    logits += rows * shape.m * shape.n;
+    of_logits += rows * shape.m * shape.n;
+    of_tau += copy;
+    routing = routing_of(routing, copy);
+    scratch += copy * scratch_each;
+    tickets += copy * tickets_each;
+  }
 };
 
 // Of columns in [row][m][pitch]: dw -> dlogits, soft weights -> those of the forward. Returns a thread's share of dtau.
@@ -94,15 +105,13 @@ __device__ C grad_columns(const C* scores, C* weights, C* grads, int mode, C tau
   return grad_tau;
 }
 
-// dlogits to global memory, with the gradient of the range penalty over the logits.
+// dlogits to global memory.
 template <typename T, typename Index>
 __device__ void write_grads(const Gradients<T>& p, const Logits<T>& own, const Compute<T>* grads, Index count,
                             const Places<Index>& places) {
   using C = Compute<T>;
-  const C penalty = p.of_penalty ? C(2) * *p.of_penalty : C(0);
   by_fours(own.first, count, [&](Index at, bool whole) {
-    Pack<4, C> logit, result;
-    if (p.of_penalty) own.read(at, whole, count, logit);
+    Pack<4, C> result;
     if (whole && places.by_fours()) {
       result = read_pack<4>(grads + places.of_four(at));
     } else {
@@ -113,7 +122,6 @@ __device__ void write_grads(const Gradients<T>& p, const Logits<T>& own, const C
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (at + j < 0 || at + j >= count) continue;
-      if (p.of_penalty) result.v[j] += penalty * excess(logit.v[j], p.threshold);
       narrow(result.v[j], &narrowed.v[j]);
     }
     if (whole && own.vector_grads) {
@@ -132,7 +140,7 @@ template <typename T>
 __device__ void finish_tau(const Gradients<T>& p, Compute<T> own, Compute<T>* partials) {
   using C = Compute<T>;
   if (!p.routing.tau) {
-    if (blockIdx.x == 0 && threadIdx.x == 0 && p.of_tau) *p.of_tau = C(0);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.of_tau = C(0);
     return;
   }
   const C partial = block_sum(own);
@@ -214,8 +222,7 @@ __device__ void weight_gradients(const T* grad, const T* blocks, Compute<T>* gra
 
 // dblocks[m, d] = sum over n of weights[m, n] * grad[n, d]: a thread has kTile blocks of kVector numbers.
 template <int kVector, typename T>
-__device__ void spread_rows(const T* grad, const Compute<T>* weights, const T* base, T* to_blocks, int rows,
-                            const RowPlan& plan) {
+__device__ void spread_rows(const T* grad, const Compute<T>* weights, T* to_blocks, int rows, const RowPlan& plan) {
   using C = Compute<T>;
   constexpr int kTile = tile_of(kVector);
   const Places<int>& places = plan.places;
@@ -267,11 +274,6 @@ __device__ void spread_rows(const T* grad, const Compute<T>* weights, const T* b
       if (m0 + j >= places.m) break;
       const int64_t at = first + static_cast<int64_t>(j) * plan.d;
       Pack<kVector, T> result;
-      if (base) {
-        const auto read = read_pack<kVector>(base + at);
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) sums[j][k] += widen(read.v[k]);
-      }
 #pragma unroll
       for (int k = 0; k < kVector; ++k) narrow(sums[j][k], &result.v[k]);
       write_pack<kVector>(result, to_blocks + at);
@@ -281,15 +283,17 @@ __device__ void spread_rows(const T* grad, const Compute<T>* weights, const T* b
 
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kRowThreads, 2)
-    backward_kernel(const __grid_constant__ Gradients<T> p, int64_t batch, int log_slices,
-                    const __grid_constant__ Offsets offsets, const __grid_constant__ RowPlan plan) {
+    backward_kernel(const __grid_constant__ Gradients<T> all, const __grid_constant__ Shape shape, int tickets_each,
+                    int log_slices, const __grid_constant__ Offsets offsets, const __grid_constant__ RowPlan plan) {
   using C = Compute<T>;
   FASTMOD_DYNAMIC_SHARED(memory);
+  Gradients<T> p = all;
+  if (gridDim.y > 1) p.move_to(blockIdx.y, shape, gridDim.x, tickets_each);
   C* scores = reinterpret_cast<C*>(memory + offsets.scores);
   C* weights = reinterpret_cast<C*>(memory + offsets.weights);
   C* grads = reinterpret_cast<C*>(memory + offsets.grads);
   const Places<int>& places = plan.places;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * plan.rows, left = batch - first;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * plan.rows, left = shape.batch - first;
   const int rows = static_cast<int>(left < plan.rows ? left : plan.rows);
   const int of_grad = places.n * plan.d, of_blocks = places.m * plan.d, of_logits = places.m * places.n;
   const T* grad = copy_span(p.grad + first * of_grad, rows * of_grad, memory);
@@ -306,10 +310,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const C grad_tau = grad_columns<2>(scores, weights, grads, p.routing.mode, tau, rows, places);
   __syncthreads();
   write_grads(p, own, grads, rows * of_logits, places);
-  if (p.of_blocks) {
-    const T* base = p.base ? p.base + first * of_blocks : nullptr;
-    spread_rows<kVector>(grad, weights, base, p.of_blocks + first * of_blocks, rows, plan);
-  }
+  spread_rows<kVector>(grad, weights, p.of_blocks + first * of_blocks, rows, plan);
   finish_tau(p, grad_tau, p.scratch);
 }
 
@@ -355,9 +356,9 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
     grad_tau += grad_columns<1>(scores, weights, grads, p.routing.mode, tau, int64_t(1), places);
     __syncthreads();
     write_grads(p, own, grads, each, places);
-    for (int64_t e = threadIdx.x; p.of_blocks && e < m * d; e += kPlainThreads) {
+    for (int64_t e = threadIdx.x; e < m * d; e += kPlainThreads) {
       const int64_t row = quotient(e, d), at = b * m * d + e;
-      C total = p.base ? widen(p.base[at]) : C(0);
+      C total = 0;
       for (int64_t i = 0; i < n; ++i) total += weights[row * n + i] * widen(g[i * d + e - row * d]);
       narrow(total, p.of_blocks + at);
     }
@@ -375,8 +376,15 @@ cudaError_t launch_backward(const Gradients<T>& p, RowPlan plan, const Shape& sh
   int log_slices = 0;
   const auto longer = [&](int64_t terms) { return shape.d > terms << log_slices; };
   while (log_slices < 5 && (longer(32) || (longer(16) && tiles << log_slices < plan.threads))) ++log_slices;
-  return FASTMOD_LAUNCH_LARGE((backward_kernel<T, kVector>), blocks_for(shape.batch, plan.rows), plan.threads,
-                              static_cast<size_t>(offsets.bytes), stream, p, shape.batch, log_slices, offsets, plan);
+  const unsigned blocks = blocks_for(shape.batch, plan.rows).x;
+  const auto tickets = static_cast<int>(reduce_tickets<kGroup>(blocks));
+  return by_copies(shape.copies, [&](int64_t first, unsigned count) {
+    Gradients<T> some = p;
+    some.move_to(first, shape, blocks, tickets);
+    return FASTMOD_LAUNCH_LARGE((backward_kernel<T, kVector>), dim3(blocks, count), plan.threads,
+                                static_cast<size_t>(offsets.bytes), stream, some, shape, tickets, log_slices, offsets,
+                                plan);
+  });
 }
 
 }  // namespace
@@ -385,27 +393,31 @@ template <typename T>
 Scratch multiplex_backward_scratch(Shape shape, bool learned) {
   const RowPlan plan = plan_of<T>(shape);
   const int64_t blocks = plan.fits ? (shape.batch + plan.rows - 1) / plan.rows : plain_blocks(shape);
-  return {(learned ? blocks : 0) + (plan.fits ? 0 : blocks * 3 * shape.m * shape.n),
-          learned ? reduce_tickets<kGroup>(blocks) : 0};
+  // Copies that do not fit take turns.
+  return {(learned ? blocks * (plan.fits ? shape.copies : 1) : 0) + (plan.fits ? 0 : blocks * 3 * shape.m * shape.n),
+          learned ? reduce_tickets<kGroup>(blocks) * (plan.fits ? shape.copies : 1) : 0};
 }
 
 template <typename T>
-cudaError_t multiplex_backward(const T* grad, const T* blocks, const T* logits, const T* base, T* grad_blocks,
-                               T* grad_logits, Compute<T>* grad_tau, Routing<Compute<T>> routing,
-                               const Compute<T>* grad_penalty, Compute<T> threshold, Compute<T>* scratch,
+cudaError_t multiplex_backward(const T* grad, const T* blocks, const T* logits, T* grad_blocks, T* grad_logits,
+                               Compute<T>* grad_tau, Routing<Compute<T>> routing, Compute<T>* scratch,
                                unsigned* tickets, Shape shape, cudaStream_t stream) {
   if (shape.batch == 0) return cudaSuccess;
-  const Gradients<T> p{grad,    blocks,       logits,    base,    grad_blocks, grad_logits, grad_tau,
-                       routing, grad_penalty, threshold, scratch, tickets};
+  const Gradients<T> p{grad, blocks, logits, grad_blocks, grad_logits, grad_tau, routing, scratch, tickets};
   const RowPlan plan = plan_of<T>(shape);
   if (!plan.fits) {
-    return FASTMOD_LAUNCH(backward_plain_kernel<T>, blocks_for(plain_blocks(shape), 1), kPlainThreads, stream, p,
-                          shape, packs<4>(logits), packs<4>(grad_logits));
+    cudaError_t error = cudaSuccess;
+    for (int64_t copy = 0; copy < shape.copies && error == cudaSuccess; ++copy) {
+      Gradients<T> own = p;
+      own.move_to(copy, shape, 0, 0);
+      error = FASTMOD_LAUNCH(backward_plain_kernel<T>, blocks_for(plain_blocks(shape), 1), kPlainThreads, stream, own,
+                             shape, packs<4>(own.logits), packs<4>(own.of_logits));
+    }
+    return error;
   }
   const auto aligned_to = [&](auto count) {
     constexpr int kVector = decltype(count)::value;
-    return shape.d % kVector == 0 && packs<kVector>(grad) && packs<kVector>(blocks) && packs<kVector>(grad_blocks) &&
-           packs<kVector>(base);
+    return shape.d % kVector == 0 && packs<kVector>(grad) && packs<kVector>(blocks) && packs<kVector>(grad_blocks);
   };
   if (aligned_to(std::integral_constant<int, 4>())) return launch_backward<T, 4>(p, plan, shape, stream);
   if (aligned_to(std::integral_constant<int, 2>())) return launch_backward<T, 2>(p, plan, shape, stream);
@@ -414,9 +426,8 @@ cudaError_t multiplex_backward(const T* grad, const T* blocks, const T* logits, 
 
 #define FASTMOD_INSTANTIATE(T)                                                                                       \
   template Scratch multiplex_backward_scratch<T>(Shape, bool);                                                       \
-  template cudaError_t multiplex_backward<T>(const T*, const T*, const T*, const T*, T*, T*, Compute<T>*,            \
-                                             Routing<Compute<T>>, const Compute<T>*, Compute<T>, Compute<T>*,        \
-                                             unsigned*, Shape, cudaStream_t);
+  template cudaError_t multiplex_backward<T>(const T*, const T*, const T*, T*, T*, Compute<T>*, Routing<Compute<T>>, \
+                                             Compute<T>*, unsigned*, Shape, cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

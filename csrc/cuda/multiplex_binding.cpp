@@ -4,15 +4,17 @@
 namespace fastmod::cuda::bindings {
 namespace {
 
-Shape multiplex_shape(const Tensor& blocks, const Tensor& logits) {
-  return {leading_size(blocks, 2), blocks.size(-2), logits.size(-1), blocks.size(-1)};
+// copies: see checks.h.
+Shape multiplex_shape(const Tensor& blocks, const Tensor& logits, int64_t copies) {
+  const int64_t each = copies ? copies : 1;
+  return {leading_size(blocks, 2) / each, blocks.size(-2), logits.size(-1), blocks.size(-1), each};
 }
 
 Tensor multiplex_forward(const Tensor& blocks_, const Tensor& logits_, const OptionalTensor& tau, double tau_value,
                          const OptionalTensor& seed, int64_t mode) {
-  check_multiplex(blocks_, logits_);
+  const int64_t copies = check_multiplex(blocks_, logits_, tau, seed);
   const c10::cuda::OptionalCUDAGuard guard(blocks_.device());
-  const RoutingArguments routing(blocks_, tau, tau_value, seed, mode);
+  const RoutingArguments routing(blocks_, tau, tau_value, seed, mode, copies);
   const Tensor blocks = blocks_.contiguous(), logits = logits_.contiguous();
   std::vector<int64_t> sizes = blocks.sizes().vec();
   sizes[sizes.size() - 2] = logits.size(-1);
@@ -20,7 +22,8 @@ Tensor multiplex_forward(const Tensor& blocks_, const Tensor& logits_, const Opt
   dispatch(blocks.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
     C10_CUDA_CHECK(cuda::multiplex_forward<T>(data<T>(blocks), data<T>(logits), data<T>(out),
-                                              routing.as<Compute<T>>(), multiplex_shape(blocks, logits), stream()));
+                                              routing.as<Compute<T>>(), multiplex_shape(blocks, logits, copies),
+                                              stream()));
   });
   return out;
 }
@@ -28,23 +31,24 @@ Tensor multiplex_forward(const Tensor& blocks_, const Tensor& logits_, const Opt
 std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad_, const Tensor& blocks_,
                                                       const Tensor& logits_, const OptionalTensor& tau,
                                                       double tau_value, const OptionalTensor& seed, int64_t mode) {
-  check_multiplex(blocks_, logits_);
+  const int64_t copies = check_multiplex(blocks_, logits_, tau, seed);
   check_like(blocks_, grad_, "grad");
   const c10::cuda::OptionalCUDAGuard guard(blocks_.device());
-  const RoutingArguments routing(blocks_, tau, tau_value, seed, mode);
+  const RoutingArguments routing(blocks_, tau, tau_value, seed, mode, copies);
   const Tensor blocks = blocks_.contiguous(), logits = logits_.contiguous(), grad = grad_.contiguous();
-  const Shape shape = multiplex_shape(blocks, logits);
+  const Shape shape = multiplex_shape(blocks, logits, copies);
   const auto wide = blocks.options().dtype(compute_type(blocks));
   const Tensor grad_blocks = blank_like(blocks), grad_logits = blank_like(logits);
-  const Tensor grad_tau = shape.batch == 0 ? at::zeros({}, wide) : at::empty({}, wide);
+  const at::IntArrayRef taus = copies ? at::IntArrayRef(copies) : at::IntArrayRef();
+  const Tensor grad_tau = shape.batch == 0 ? at::zeros(taus, wide) : at::empty(taus, wide);
   dispatch(blocks.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
     using C = Compute<T>;
     const Workspace space(blocks, multiplex_backward_scratch<T>(shape, tau.has_value()));
-    C10_CUDA_CHECK(cuda::multiplex_backward<T>(data<T>(grad), data<T>(blocks), data<T>(logits), nullptr,
-                                               data<T>(grad_blocks), data<T>(grad_logits), data<C>(grad_tau),
-                                               routing.as<C>(), nullptr, C(0), data<C>(space.numbers),
-                                               data<unsigned>(space.tickets), shape, stream()));
+    C10_CUDA_CHECK(cuda::multiplex_backward<T>(data<T>(grad), data<T>(blocks), data<T>(logits), data<T>(grad_blocks),
+                                               data<T>(grad_logits), data<C>(grad_tau), routing.as<C>(),
+                                               data<C>(space.numbers), data<unsigned>(space.tickets), shape,
+                                               stream()));
   });
   return {grad_blocks, grad_logits, grad_tau};
 }

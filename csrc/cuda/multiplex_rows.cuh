@@ -214,12 +214,14 @@ struct RowPlan {
     threads = static_cast<int>(wanted < kRowThreads ? wanted : kRowThreads);
     d = static_cast<int>(shape.d);
   }
+  // Of several copies, those after the first are aligned as well only if each has a multiple of four logits.
   void align(const Shape& shape, int vector, bool logits, bool grads = false) {
+    const bool apart = shape.copies == 1 || shape.batch * shape.m * shape.n % 4 == 0;
     const int64_t pitch = round_up(shape.n, tile_of(vector));
     places = {static_cast<int>(shape.m), static_cast<int>(shape.n), static_cast<int>(pitch),
               static_cast<int>(stride_of(shape, pitch))};
-    vector_logits = logits;
-    vector_grads = grads;
+    vector_logits = logits && apart;
+    vector_grads = grads && apart;
   }
 };
 

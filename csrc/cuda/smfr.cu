@@ -87,7 +87,8 @@ __device__ inline void plan_forward(const Stack<T, W>& s, const StackMemory& mem
   plan->before = last && update ? layer.n * s.d : 0;
   plan->saved = layer.saved ? layer.saved + s.batch * columns + row * width : nullptr;
   plan->logits = (update ? layer.gate : layer.logits) + (last ? row * (width - plan->before) : 0);
-  plan->pairs = for_pairs(plan->saved, width) && reinterpret_cast<uintptr_t>(plan->bias) % (2 * sizeof(W)) == 0;
+  plan->pairs = row + kTileRows <= s.batch && for_pairs(plan->saved, width) &&
+                reinterpret_cast<uintptr_t>(plan->bias) % (2 * sizeof(W)) == 0;
 }
 // A layer with its places from the block's first row on; `saved` is that of the routed blocks.
 template <typename T, typename W>
@@ -109,59 +110,56 @@ struct alignas(2 * sizeof(W)) Pair {
 // Results of one linear layer, as linear_layer gives them.
 template <typename T, typename W>
 struct Epilogue {
-  const bool last, full;  // of an FNN; all rows of the block are there, and columns are pairs
-  const bool inside[2];
-  const int width, before;
-  const W* bias;
-  float* const saved;    // of the first row, as those that follow
-  float* const outputs;  // [row][width]
-  T* const logits;
+  const LinearPlan<T, W>& plan;
+  const int row;           // of the first value
+  const int (&inside)[2];  // of the batch: that row, and the one 8 below
+  float* const all_outputs;  // [row][width]
   const float threshold;
   float& excesses;
 
   static constexpr int kApart = pairs_apart<false>;
 
-  __device__ void operator()(int first, float (&found)[2][2][2], float* at) const {
-    const auto* offset = reinterpret_cast<const Pair<W>*>(bias + first);
-    auto *output = reinterpret_cast<Two32*>(outputs + first), *output_below = output + 4 * width;
-    Two32 *to = nullptr, *below = nullptr;
-    if (saved) {
-      to = reinterpret_cast<Two32*>(saved + first);
-      below = to + 4 * width;
+  __device__ void operator()(int first, float (&value)[2][2][2], float* at) const {
+    const int width = plan.width;
+    if (!plan.pairs) {
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) carefully(first + kApart * pair, value[pair], at + kApart * pair);
+      return;
     }
+    const bool there[2] = {first < width, first + kApart < width};
+    const auto* offset = reinterpret_cast<const Pair<W>*>(plan.bias + first);
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const int column = first + kApart * pair;
-      float(&value)[2][2] = found[pair];
-      if (!full) {
-        carefully(column, value, at + kApart * pair);
-        continue;
+      if (!there[pair]) continue;  // zeros
+      const Pair<W> both = offset[kApart / 2 * pair];
+      add(value[pair], read_as<T>(both.v[0]), read_as<T>(both.v[1]));
+    }
+    const int from = row * width + first;
+    if (plan.end == 0) {
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) activate(value[pair], at + kApart * pair);
+    } else {
+      auto* output = reinterpret_cast<Two32*>(all_outputs + from);
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        if (!there[pair]) continue;
+        store(output + kApart / 2 * pair, width, value[pair]);
+        show(first + kApart * pair - plan.before, value[pair]);
       }
-      if (column >= width) {
-        if (!last) put_at(at + kApart * pair, value);
-        continue;
-      }
-      const auto both = offset[kApart / 2 * pair];
-      add(value, read_as<T>(both.v[0]), read_as<T>(both.v[1]));
-      if (!last) {
-        activate(value, at + kApart * pair);
-      } else {
-        output[kApart / 2 * pair] = {{value[0][0], value[0][1]}};
-        output_below[kApart / 2 * pair] = {{value[1][0], value[1][1]}};
-        if (column >= before) {
-          show(column - before, value);
-        } else if (column + 1 == before) {
-          show_one(0, value[0][1], 0);
-          show_one(0, value[1][1], 1);
-        }
-      }
-      if (saved) {
-        to[kApart / 2 * pair] = {{value[0][0], value[0][1]}};
-        below[kApart / 2 * pair] = {{value[1][0], value[1][1]}};
-      }
+    }
+    if (!plan.saved) return;
+    auto* saved = reinterpret_cast<Two32*>(plan.saved + from);
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      if (there[pair]) store(saved + kApart / 2 * pair, width, value[pair]);
     }
   }
 
+  // Two neighbours of each of two rows.
+  __device__ static void store(Two32* to, int width, const float (&value)[2][2]) {
+    to[0] = {{value[0][0], value[0][1]}};
+    to[4 * width] = {{value[1][0], value[1][1]}};
+  }
   __device__ static void add(float (&value)[2][2], float first, float second) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) value[j / 2][j % 2] += j % 2 ? second : first;
@@ -174,11 +172,19 @@ struct Epilogue {
     }
     put_at(at, value);
   }
-  // Two logits of each row.
+  // Two logits of each row, of which the first may be none.
   __device__ void show(int f, const float (&value)[2][2]) const {
-    const int shown = width - before;
+    if (f < 0) {
+      if (f + 1 == 0) {
+        show_one(0, value[0][1], 0);
+        show_one(0, value[1][1], 1);
+      }
+      return;
+    }
+    const int shown = plan.width - plan.before;
+    T* const to = plan.logits + (row * shown + f);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) narrow(value[j / 2][j % 2], logits + (j / 2 * 8 * shown + f + j % 2));
+    for (int j = 0; j < 4; ++j) narrow(value[j / 2][j % 2], to + (j / 2 * 8 * shown + j % 2));
     if (threshold < 0.0f) return;
     const bool none = (fabsf(value[0][0]) <= threshold) & (fabsf(value[0][1]) <= threshold) &
                       (fabsf(value[1][0]) <= threshold) & (fabsf(value[1][1]) <= threshold);
@@ -187,7 +193,7 @@ struct Epilogue {
     for (int j = 0; j < 4; ++j) add_excess(value[j / 2][j % 2]);
   }
   __device__ void show_one(int f, float value, int half) const {
-    narrow(value, logits + (half * 8 * (width - before) + f));
+    narrow(value, plan.logits + ((row + half * 8) * (plan.width - plan.before) + f));
     if (threshold >= 0.0f) add_excess(value);
   }
   __device__ void add_excess(float value) const {
@@ -197,17 +203,18 @@ struct Epilogue {
 
   // Rows that are not there, columns that are no pairs.
   __device__ void carefully(int column, float (&value)[2][2], float* at) const {
-    const bool there[2] = {column < width, column + 1 < width};
-    add(value, there[0] ? read_as<T>(bias[column]) : 0.0f, there[1] ? read_as<T>(bias[column + 1]) : 0.0f);
+    const int width = plan.width, from = row * width + column;
+    const bool there[2] = {column < width, column + 1 < width}, last = plan.end != 0;
+    add(value, there[0] ? read_as<T>(plan.bias[column]) : 0.0f, there[1] ? read_as<T>(plan.bias[column + 1]) : 0.0f);
     if (!last) activate(value, at);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int half = j / 2, f = column + j % 2;
+      const int half = j / 2, f = column + j % 2, place = from + half * 8 * width + j % 2;
       if (!there[j % 2]) continue;
-      if (last) outputs[half * 8 * width + f] = value[half][j % 2];
+      if (last) all_outputs[place] = value[half][j % 2];
       if (!inside[half]) continue;
-      if (last && f >= before) show_one(f - before, value[half][j % 2], half);
-      if (saved) saved[half * 8 * width + f] = value[half][j % 2];
+      if (last && f >= plan.before) show_one(f - plan.before, value[half][j % 2], half);
+      if (plan.saved) plan.saved[place] = value[half][j % 2];
     }
   }
 };
@@ -305,6 +312,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   if (from_end < s.depth) plan_layer(s, from_end, layer + from_end);
   __syncthreads();
   WeightStream<T, W, false> stream(plans, shared + memory.slots, 0, linears);
+  const int until = kept(memory.plans + linears * static_cast<int>(sizeof(LinearPlan<T, W>)));
 
   const RowThread r(s);
   float* const values = part(memory.values) + r.row * memory.row_values;
@@ -316,33 +324,17 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     put(rows.input, r.row, f, value);
     if (f < m * s.d) rows.x[f] = value;
   }
-  const int row = kept(stream.lane / 4);
-  const int64_t tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
-  const int full = kept(static_cast<int>(static_cast<int64_t>(blockIdx.x + 1) * kTileRows <= s.batch));
-  const int first_inside = kept(static_cast<int>(tile_row < s.batch));
-  const int second_inside = kept(static_cast<int>(tile_row + 8 < s.batch));
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows + stream.g;
+  const int inside[2] = {kept(static_cast<int>(tile_row < s.batch)), kept(static_cast<int>(tile_row + 8 < s.batch))};
   float excesses = 0;
 #pragma unroll 1
-  for (int i = 0; i < linears; ++i) {
-    const auto* plan = reinterpret_cast<const LinearPlan<T, W>*>(
-        shared + kept(memory.plans + i * static_cast<int>(sizeof(LinearPlan<T, W>))));
+  for (int at = kept(memory.plans); at != until; at += static_cast<int>(sizeof(LinearPlan<T, W>))) {
+    const auto& plan = *reinterpret_cast<const LinearPlan<T, W>*>(shared + at);
     __syncthreads();  // what this layer reads has been written, what it writes has been read
-    const int width = plan->width, end = plan->end;
+    const int width = plan.width, end = plan.end;
     if (stream.first_column < width) {
-      const int before = plan->before;
-      float* const saved = plan->saved;
-      const Epilogue<T, W> emit{end != 0,
-                                full && plan->pairs,
-                                {first_inside != 0, second_inside != 0},
-                                width,
-                                before,
-                                plan->bias,
-                                saved ? saved + row * width : nullptr,
-                                outputs + row * width,
-                                plan->logits + row * (width - before),
-                                s.threshold,
-                                excesses};
-      linear_layer(stream, i, s.precise, part(plan->from), part(plan->to), emit);
+      const Epilogue<T, W> emit{plan, stream.g, inside, outputs, s.threshold, excesses};
+      linear_layer(stream, plan, part(plan.from), part(plan.to), emit);
     }
     if (end == 0) continue;
     __syncthreads();

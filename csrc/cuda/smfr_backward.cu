@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
       float* const to = hidden(place - 1 + 2);
       const int below = s.linear[index].in;
       const float* activations = place ? saved - s.batch * below : nullptr;  // before the linear layer
-      linear_layer(stream, index, s.precise, from, to, [&](int first, float(&found)[2][2][2], float* at_first) {
+      if (stream.first_column < plans[index].part[0].columns) linear_layer(stream, plans[index], from, to, [&](int first, float(&found)[2][2][2], float* at_first) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int half = i % 2, column = first + i / 2 * pairs_apart<true>;

@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     }
     if (has_work) {
       multiply(grads + half * 16 * kPitch + out_at, buffer(step, 1) + half * 16 * kPitch + in_at, precise,
-               kFewProducts > 0 && s.batch <= kFewProducts, total, low);
+               kFewTerms > 0 && s.batch <= kFewTerms, total, low);
     }
   }
 

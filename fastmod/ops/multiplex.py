@@ -142,14 +142,14 @@ def fake_backward(
 
 
 def copies_of(tau: Tensor | None, seed: Tensor | None) -> torch.Size:
-    """``[copies]`` of a call for many at once, in Triton: temperature and seed, as far as there are any, have one for
-    each, and all other tensors the copies in front. Else nothing."""
+    """``[copies]`` of a call for many at once: temperature and seed, as far as there are any, have one for each, and
+    all other tensors the copies in front. Else nothing."""
     return next((t.shape for t in (seed, tau) if t is not None), torch.Size())
 
 
 def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
-    """Elements side by side in one call, unless noise counts them or, in the backward, a temperature sums over them:
-    those are copies, which Triton's kernels tell apart; native kernels count noise over all of a call."""
+    """Elements side by side in one call: as more of the batch or, where noise counts them or, in the backward, a
+    temperature sums over them, as copies, which the kernels tell apart."""
     fold, loop = _autograd.folded(overload, tensors), _autograd.by_elements(overload)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -157,7 +157,7 @@ def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
         apart = mode == MODES["gumbel"] or _autograd.batched(in_dims[tensors]) or (keep_tau and tau is not None)
         pairs = zip(arguments[tensors::2], in_dims[tensors::2], strict=True)  # tau and seed
         one = all(t is None or t.dim() == _autograd.batched(dim) for t, dim in pairs)
-        if apart and one and _autograd.in_triton(overload):
+        if apart and one:
             fronts = [_autograd.with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)]
             return overload(*fronts), (0, 0, 0) if keep_tau else 0
         if apart:

@@ -14,8 +14,6 @@ import torch
 from fastmod import noise
 from fastmod.ops._checks import FLOAT_DTYPES
 from fastmod.ops.mfnnr import reference as mfnnr_reference
-from fastmod.ops.multiplex import reference as multiplex_reference
-from fastmod.ops.range_penalty import reference as range_penalty_reference
 from tests.helpers.cuda_host import Harness, Out, checks
 from tests.helpers.cuda_host.checks import (
     ARGMAX,
@@ -58,25 +56,6 @@ MULTIPLEX = [
 @pytest.mark.parametrize("case", MULTIPLEX, ids=Multiplex.id)
 def test_multiplex(plain: Harness, case: Multiplex) -> None:
     check_multiplex(plain, case, DRAWS)
-
-
-def test_multiplex_options(plain: Harness) -> None:
-    """Penalty gradient on the logits; base of grad_blocks; outputs that nobody asked for."""
-    sizes = batch, m, n, d = 3, 4, 5, 6
-    blocks, logits, grad = random(batch, m, d), random(batch, m, n, scale=10), random(batch, n, d, seed=1)
-    leaf = logits.double().requires_grad_()
-    out = multiplex_reference(blocks.double(), leaf, None, 0.5, None, SOFTMAX)
-    ((out * grad).sum() + 0.3 * range_penalty_reference([leaf], 4.0)).backward()
-    base = random(batch, m, d, seed=3)
-    for own in (base, None):
-        wanted = None if own is None else Out(batch, m, d, dtype=F32)
-        *got_blocks, got = plain.call(
-            "multiplex_backward", grad, blocks, logits, own, wanted, Out(batch, m, n, dtype=F32), None, None, None,
-            torch.tensor(0.3), ints=[*sizes, SOFTMAX, 0], floats=[0.5, 4.0],
-        )  # fmt: skip
-        torch.testing.assert_close(got.double(), leaf.grad, rtol=1e-5, atol=1e-5)
-        for each in got_blocks:
-            torch.testing.assert_close(each, base + (logits / 0.5).softmax(1) @ grad)
 
 
 def test_noise_bits(plain: Harness) -> None:

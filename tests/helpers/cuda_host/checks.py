@@ -128,8 +128,8 @@ def multiplex_results(harness: Harness, case: Multiplex, draw: int) -> Results:
         dtype=dtype,
     )  # fmt: skip
     grad_blocks, grad_logits, grad_tau = harness.call(
-        "multiplex_backward", grad, blocks, logits, None, Out(batch, m, d, dtype=dtype), Out(batch, m, n, dtype=dtype),
-        Out(1, dtype=wide), tau, seed, None, ints=ints, floats=[*floats, 0.0], dtype=dtype,
+        "multiplex_backward", grad, blocks, logits, Out(batch, m, d, dtype=dtype), Out(batch, m, n, dtype=dtype),
+        Out(1, dtype=wide), tau, seed, ints=ints, floats=floats, dtype=dtype,
     )  # fmt: skip
     if tau is None or batch == 0:  # no gradient of a number; without a batch nothing is launched
         assert batch == 0 or grad_tau.item() == 0
@@ -169,8 +169,8 @@ def check_gate(harness: Harness, case: Gate) -> None:
         "gated_residual_forward", x, new, gate, Out(batch, n, d, dtype=case.dtype), ints=ints, dtype=case.dtype
     )
     results = harness.call(
-        "gated_residual_backward", grad, x, new, gate, *(Out(*t.shape, dtype=case.dtype) for t in inputs[:3]), None,
-        ints=ints, floats=[0.0], dtype=case.dtype,
+        "gated_residual_backward", grad, x, new, gate, *(Out(*t.shape, dtype=case.dtype) for t in inputs[:3]),
+        ints=ints, dtype=case.dtype,
     )  # fmt: skip
     names = ["out", "grad_x", "grad_new", "grad_gate"]
     for name, *values in zip(names, [out, *results], exact, usual, strict=True):

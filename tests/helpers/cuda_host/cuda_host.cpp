@@ -365,7 +365,12 @@ void push_async(const AsyncCopy& copy, int line) {
   } else if (misaligned(copy.target) || misaligned(copy.source)) {
     fail(misaligned(copy.target) ? "cp.async to a misaligned address" : "cp.async from a misaligned address", *current);
   }
-  if (queue.begin == queue.end && queue.groups == 0) queue.begin = queue.end = 0;
+  if (queue.end == kMaxAsync) {  // those that have come make room
+    std::copy(queue.copies + queue.begin, queue.copies + queue.end, queue.copies);
+    for (int i = 0; i < queue.groups; ++i) queue.group_end[i] -= queue.begin;
+    queue.end -= queue.begin;
+    queue.begin = 0;
+  }
   if (queue.end == kMaxAsync) std::abort();
   queue.copies[queue.end++] = copy;
 }

@@ -330,13 +330,12 @@ cudaError_t run_any(const Call& c) {
   if (c.name == "multiplex_forward") {
     return multiplex_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
   }
-  // buffers: grad, blocks, logits, base, grad_blocks, grad_logits, grad_tau, tau, seed, grad_penalty
+  // buffers: grad, blocks, logits, grad_blocks, grad_logits, grad_tau, tau, seed
   if (c.name == "multiplex_backward") {
-    const bool learned = c.at<C>(7) != nullptr;
+    const bool learned = c.at<C>(6) != nullptr;
     return with_scratch<C>(multiplex_backward_scratch<T>(c.shape(), learned), [&](C* scratch, unsigned* tickets) {
-      return multiplex_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<T>(5), c.at<C>(6),
-                                   routing<C>(c, 4, 7), c.at<C>(9), static_cast<C>(c.floats.at(1)), scratch, tickets,
-                                   c.shape(), nullptr);
+      return multiplex_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<C>(5),
+                                   routing<C>(c, 4, 6), scratch, tickets, c.shape(), nullptr);
     });
   }
   const auto gate_shape = [&] {
@@ -347,7 +346,7 @@ cudaError_t run_any(const Call& c) {
   }
   if (c.name == "gated_residual_backward") {
     return gated_residual_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<T>(5),
-                                      c.at<T>(6), c.at<C>(7), static_cast<C>(c.floats.at(0)), gate_shape(), nullptr);
+                                      c.at<T>(6), gate_shape(), nullptr);
   }
   if (c.name == "range_penalty_forward") {
     return range_penalty_forward<T>(c.at<T>(0), c.ints.at(0), static_cast<C>(c.floats.at(0)), c.at<C>(1), nullptr);
