@@ -33,6 +33,8 @@ import torch  # noqa: E402
 import fastmod  # noqa: E402
 from fastmod.gpu import aten, cuda_part, discover, launch_table, shapes, tools  # noqa: E402
 from fastmod.gpu.targets import find  # noqa: E402
+from fastmod.ops import _pool_linear as _pool_linear_op  # noqa: E402
+from fastmod.ops import _squeeze_excite as _squeeze_excite_op  # noqa: E402
 from tests.helpers.cuda_host import recorder  # noqa: E402
 
 ARCH = "sm_80"  # the interpreter knows mma.sync and cp.async, not what came later
@@ -72,6 +74,38 @@ def _masked_columns(launch: recorder.Launch) -> tuple[Sequence[int], int]:
     return range(3, launch.grid[0], across), 4 * 64 * 2000
 
 
+def _pool_linear(batch: int, channels: int, size: int, outputs: int) -> Case:
+    """The end of a gater. It has no name in ``fastmod.ops``: ``plain`` is what it is compared with."""
+
+    def call(run: Callable[..., torch.Tensor]) -> shapes.Call:
+        return lambda t: [run(t[0].movedim(-1, -3), t[1], t[2], t[3], t[4], True, 1, True)]
+
+    tensors = (batch, size, size, channels), (channels,), (channels,), (outputs, channels), (outputs,)
+    label = f"B{batch} {channels} channels {size} px to {outputs}"
+    kernel, plain = call(_pool_linear_op._run), call(_pool_linear_op.reference)
+    shape = shapes.Shape("pool_linear", label, tensors, kernel, wide=(1, 2), plain=plain)
+    return Case(shape, "number of x", math.prod(tensors[0]))
+
+
+def _squeeze_excite(batch: int, experts: int, channels: int, size: int, squeezed: int) -> Case:
+    """The same of a task's squeeze-excite in training."""
+
+    def kernel(t: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        running = [torch.zeros_like(t[i]) for i in (4, 5, 7, 8)]
+        moving = (0.1, 0.1), (1e-5, 1e-5)
+        return [_squeeze_excite_op._run(t[0].movedim(-1, -3), t[1], t[2], list(t[3:]), running, *moving)]
+
+    def plain(t: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [_squeeze_excite_op.reference(t[0].movedim(-1, -3), *t[1:], eps=(1e-5, 1e-5))]
+
+    affine, small = (experts, channels), (experts, squeezed)
+    layers = (experts, squeezed, channels), small, small, (experts, channels, squeezed), affine, affine
+    tensors = ((batch, experts, size, size, channels), affine, affine, *layers)
+    label = f"B{batch} E{experts} {channels} channels {size} px, {squeezed} squeezed"
+    shape = shapes.Shape("squeeze_excite", label, tensors, kernel, wide=tuple(range(1, 9)), plain=plain)
+    return Case(shape, "number of x", math.prod(tensors[0]))
+
+
 CASES = (
     _products(shapes.smfr(16, (6, 8, 8, 8, 5), 10, (100,))),
     _products(shapes.smfr(32, (3, 2), 40, (160,))),
@@ -84,6 +118,8 @@ CASES = (
     _products(shapes.masked_conv2d(4, 32, 8, 64, 2)),
     _products(shapes.norm_conv(1, 1, 16, 16, 16)),
     _products(shapes.norm_conv(1, 1, 64, 64, 8), ("bf16",)),
+    _pool_linear(4, 32, 8, 10),
+    _squeeze_excite(4, 1, 48, 8, 12),
 )
 
 
@@ -276,7 +312,7 @@ def interpreted_error(shape: shapes.Shape, dtype: torch.dtype, run: recorder.Lis
     found = recorder.results(shape, tensors, run)
     with fastmod.use_backend("reference"):
         wide = [t.detach().double().requires_grad_() for t in tensors]
-        outputs = shape.call(wide)
+        outputs = (shape.call if hasattr(fastmod.ops, shape.op) else shape.plain or shape.call)(wide)
         exact = [*outputs, *torch.autograd.grad(outputs, wide, [torch.ones_like(out) for out in outputs])]
     pairs = [(a.detach().double(), b.detach()) for a, b in zip(found, exact, strict=True)]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)

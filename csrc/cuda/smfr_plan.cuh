@@ -133,9 +133,14 @@ __device__ inline void plan_linear(const Stack<T, W>& s, int linear, bool need_x
       return even && reinterpret_cast<uintptr_t>(weight) % (count * sizeof(W)) == 0;
     };
     const int together = !kBackward && by(4) ? 4 : by(2) ? 2 : 1;
-    const int plain = together == 4 && depth > 0 ? (depth - 1) / (kUnitChunks * kDepthStep) : 0;
-    plan->part[i] = {weight + first, in * static_cast<int>(sizeof(W)), step.columns, depth,
-                     plain,          i == 0 && step.depth[1] > 0,      together};
+    PartPlan<W>& part = plan->part[i];
+    part.weight = weight + first;
+    part.stride = in * static_cast<int>(sizeof(W));
+    part.columns = step.columns;
+    part.depth = depth;
+    part.plain = together == 4 && depth > 0 ? (depth - 1) / (kUnitChunks * kDepthStep) : 0;
+    part.more = i == 0 && step.depth[1] > 0;
+    part.together = together;
     plan->units[i] = chunks_of(depth) / kUnitChunks;
     plan->half[i] = chunks_of(depth) % kUnitChunks;
   }

@@ -16,6 +16,13 @@ __device__ inline float zero() {
   return value;
 }
 
+// Products by shuffles are long code: one form of them has to do.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kOneForm = true;
+#else
+constexpr bool kOneForm = false;
+#endif
+
 struct alignas(16) Four32 {
   float v[4];
 };
@@ -79,13 +86,18 @@ __device__ inline void multiply(WeightStream<T, W, kBackward>& stream, const flo
     give_back(2.0f * cut_off);
     add_chunk(std::false_type{}, w[1], grown);
   };
+  const auto clear = [&] {
+#pragma unroll
+    for (int j = 0; j < 4 * kTiles; ++j) result[j / 4][j % 4] = low[j / 4][j % 4] = zero();
+  };
   int units = plan.units[0];
-  if (units > 0) {
+  if constexpr (kOneForm) {
+    clear();
+  } else if (units > 0) {
     add_unit(std::true_type{});
     --units;
   } else {
-#pragma unroll
-    for (int j = 0; j < 4 * kTiles; ++j) result[j / 4][j % 4] = low[j / 4][j % 4] = zero();
+    clear();
   }
 #pragma unroll 1
   for (int part = 0;;) {
@@ -138,16 +150,18 @@ __device__ inline void linear_layer(WeightStream<T, W, kBackward>& stream, const
     float result[2][4];
     const int products = sizeof(T) == 4 ? plan.products : kUsual;
     if (products == kUsual) {
-      if (kBackward || column0 + 8 < columns) {
+      if constexpr (kBackward || kOneForm) {
+        multiply<kUsual, 2>(stream, activations, plan, result);
+      } else if (column0 + 8 < columns) {
         multiply<kUsual, 2>(stream, activations, plan, result);
       } else {
         multiply<kUsual, 1>(stream, activations, plan, result);
       }
     } else if constexpr (sizeof(T) == 4) {
-      if (kFewTerms > 0 && products == 6) {
-        multiply<6, 2>(stream, activations, plan, result);
-      } else {
+      if (products == 1) {
         multiply<1, 2>(stream, activations, plan, result);
+      } else if constexpr (kFewTerms > 0) {
+        multiply<6, 2>(stream, activations, plan, result);
       }
     }
     float value[2][2][2];  // [pair of columns][row g or g + 8]
