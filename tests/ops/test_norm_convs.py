@@ -60,7 +60,7 @@ GROUPS: dict[str, list[Case]] = {
     "odd": [
         Case((3, 2, 5, 7, 5, 3)),
         Case((3, 1, 3, 18, 7, 9), kernel=1, gate=True),
-        Case((1, 3, 9, 33, 4, 6), stride=2, bias=True),
+        Case((1, 3, 9, 33, 6, 8), stride=2, bias=True),  # norms over less than 12 numbers magnify single roundings
         Case((2, 1, 20, 5, 3, 5), shared=True, affine=False, norm=False),
     ],
     "more than a launch takes": [Case((2, 1, 16, 14 + i, 5, 4)) for i in range(6)],
