@@ -172,7 +172,7 @@ struct Slabs {
     along = needed <= kTiles ? 1 : (needed + kTiles - 1) / kTiles;
     count = along == 1 ? (all_samples + samples - 1) / samples : all_samples * along;
   }
-  __host__ __device__ int64_t first_sample(int64_t slab) const { return quotient(slab, along) * samples; }
+  __device__ int64_t first_sample(int64_t slab) const { return quotient(slab, along) * samples; }
   // Where row `local` of a slab is among all rows, or -1.
   __device__ int64_t row(int64_t slab, int local) const {
     const int tile = local / kTileHeight, own = tile / tiles;
