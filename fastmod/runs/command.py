@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fastmod.bench import checkout
@@ -26,7 +27,7 @@ from fastmod.runs.folder import HERE, RAY, Plan, RunFolder
 from fastmod.studies import registry
 
 TRACK_HELP = "Tell tensorboard, wandb, mlflow or trackio too; repeat for several."
-ON_HELP = "Where trials run: here, or ray (pip install fastmod[ray])."
+ON_HELP = escape('Where trials run: here, or ray (pip install "fastmod[ray]").')  # brackets are styles to rich
 ADDRESS_HELP = "Of a Ray cluster; without one, a cluster of this machine."
 TOGETHER_HELP = "Trials of a model that train side by side, in one batched step; they differ in the seed alone."
 console = Console()

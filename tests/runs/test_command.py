@@ -59,6 +59,13 @@ def test_list() -> None:
         assert name in done.out
 
 
+@pytest.mark.parametrize("command", ["study", "sweep"])
+def test_help_names_the_extra(command: str) -> None:
+    """What stands in brackets is a style to rich, and was not shown."""
+    shown = " ".join(fastmod(command, "--help").out.replace("│", " ").split())
+    assert 'ray (pip install "fastmod[ray]")' in shown
+
+
 # ---- a run and its files
 
 
