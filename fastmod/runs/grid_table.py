@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,43 @@ def cells(sweep: Sweep, found: Sequence[tuple[Cell, Record]], settings: Mapping[
         "axes": list(sweep.grid), "settings": dict(settings), "steps": max(record.steps for _, record in found),
         "minutes": sum(record.seconds for _, record in found) / 60, "cells": list(kept.values()),
     }  # fmt: skip
+
+
+def together(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Records of sweeps over one grid that have the same settings and other seeds, as days bring them, as one with the
+    trials of all. ``commits``: of each."""
+    found: list[dict[str, Any]] = []
+    for record in records:
+        first = next((other for other in found if _goes_on(other, record)), None)
+        if first is None:
+            found.append({**record, "sweep": copy.deepcopy(record["sweep"]), "commits": [record["versions"]]})
+            continue
+        first["seeds"] = sorted([*first["seeds"], *record["seeds"]])
+        first["commits"].append(record["versions"])
+        _add(first["sweep"], record["sweep"])
+    return found
+
+
+def _goes_on(first: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    same = all(first["sweep"][key] == record["sweep"][key] for key in ("axes", "settings", "steps"))
+    return same and first["study"] == record["study"] and not {*first["seeds"]} & {*record["seeds"]}
+
+
+def _add(sweep: dict[str, Any], other: Mapping[str, Any]) -> None:
+    sweep["minutes"] += other["minutes"]
+    places = {_place(cell): cell for cell in sweep["cells"]}
+    for cell in other["cells"]:
+        known = places.get(_place(cell))
+        if known is None:
+            sweep["cells"].append(copy.deepcopy(cell))
+            continue
+        for name, values in cell["measures"].items():
+            known["measures"].setdefault(name, []).extend(values)
+
+
+def _place(cell: Mapping[str, Any]) -> str:
+    """Model and settings of a cell."""
+    return repr({key: value for key, value in cell.items() if key != "measures"})
 
 
 def tables_of(kept: Mapping[str, Any], about: str, measure: str, across: str, at: str | None = None) -> list[str]:

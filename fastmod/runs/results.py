@@ -14,8 +14,8 @@ trials, those of its best trials and, if it has few cells, a row per cell, model
 
     <!-- results study=doubleadd cells=ood_accuracy across=width at=1.0 -->
 
-``cells``: the measure; ``across``: the setting whose values are the columns; ``at``: the value to count trials at, or
-left out.
+Sweeps over one grid that differ only in seeds and commit are one there. ``cells``: the measure; ``across``: the setting
+whose values are the columns; ``at``: the value to count trials at, or left out.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ def _rows(records: Sequence[Mapping[str, Any]], rows: str) -> str:
 
 
 def _grids(records: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) -> str:
-    """The cells of those that are sweeps, in a table for each model."""
+    """The cells of those that are sweeps, in a table for each model; sweeps that differ only in seeds are one."""
     found = []
-    for kept in records:
-        if "sweep" in kept:
-            about = f"Seeds {_seeds(kept['seeds'], len(kept['seeds']))}, commit {_commit(kept['versions'])}"
-            found += grid_table.tables_of(kept, about, wanted["cells"], wanted["across"], wanted.get("at"))
+    for kept in grid_table.together([kept for kept in records if "sweep" in kept]):
+        commits = ", ".join(dict.fromkeys(map(_commit, kept["commits"])))
+        about = f"Seeds {_seeds(kept['seeds'], len(kept['seeds']))}, commit {commits}"
+        found += grid_table.tables_of(kept, about, wanted["cells"], wanted["across"], wanted.get("at"))
     return "\n\n".join(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +160,18 @@ def test_sweep(tmp_path: Path) -> None:
 GRID = "<!-- results study=doubleadd cells=ood_accuracy across=width at=1.0 -->\n<!-- end of results -->\n"
 
 
-def trained(folder: Path, ood: dict[tuple[int, int], list[float]]) -> Path:
+def trained(folder: Path, ood: dict[tuple[int, int], list[float]], seeds: Sequence[int] = (0, 1)) -> Path:
     """A finished sweep over (width, depth), with trials that were never trained."""
     study = registry.get("doubleadd")
     settings = {"layers": [1], "alternate_split": [False], "width": [8, 9], "depth": [1, 2]}
-    plan = Plan("doubleadd", ["SMFR_softmax"], [0, 1], vars(changed(study.defaults, {"steps": 100})))
+    plan = Plan("doubleadd", ["SMFR_softmax"], [*seeds], vars(changed(study.defaults, {"steps": 100})))
     sweep = sweeps.Sweep(plan, settings)
     for cell in sweeps.SweepFolder.create(folder, sweep) and sweep.cells(folder / "cells"):
         cell.folder.lay_out(cell.plan)
         values = ood[cell.values["width"], cell.values["depth"]]
         trials = [
-            Record("SMFR_softmax", i, 100, 60.0, 5, {"ood_accuracy": v, "gate_0": 0.5}) for i, v in enumerate(values)
+            Record("SMFR_softmax", seed, 100, 60.0, 5, {"ood_accuracy": v, "gate_0": 0.5})
+            for seed, v in zip(seeds, values, strict=True)
         ]
         report.write_result(cell.folder, cell.plan, trials)
     return folder
@@ -211,6 +213,18 @@ def test_cells_as_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for wrong, word in (("ood_accuracy", "x"), ("width", "y")):
         page.write_text(GRID.replace(wrong, word))
         refused(in_process("results", folder, "--write", page), f"={word}", wrong)
+
+
+def test_sweeps_of_other_seeds_are_one_grid(tmp_path: Path) -> None:
+    page = tmp_path / "found.md"
+    page.write_text(GRID)
+    first = trained(tmp_path / "sweep", {(8, 1): [1, 0.5], (8, 2): [0, 0], (9, 1): [1, 1], (9, 2): [0.25, 0.5]})
+    third = trained(tmp_path / "third", {(8, 1): [0], (8, 2): [0.75], (9, 1): [1], (9, 2): [0]}, seeds=[2])
+    done = in_process("results", first, third, "--write", page)
+    assert done.code == 0 and "no table" not in done.out, done.text
+    text = page.read_text()
+    assert text.count("Seeds") == 1 and "Seeds 0-2, commit unknown, 100 steps, 12 minutes in all" in text
+    assert "| 1 | False | 1 | 0.500 (1) | 1.000 (3) |\n| 1 | False | 2 | 0.250 (0) | 0.250 (0) |" in text
 
 
 def test_choice_of_runs_and_records_without_a_place(runs: list[Path], tmp_path: Path) -> None:
