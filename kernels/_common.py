@@ -48,6 +48,14 @@ def guard(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
+def each_contiguous(tensor: Tensor, copies: int) -> tuple[Tensor, int]:
+    """A tensor of which every copy, in front of it, lies without gaps, and how many numbers there are from one to the
+    next. Copies that are one and the same, as of an expanded tensor, stay one: 0."""
+    if copies > 1 and tensor.stride(0) == 0:
+        return tensor[0].contiguous(), 0
+    return tensor.contiguous(), tensor.numel() // max(copies, 1)
+
+
 def routing_args(tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> dict[str, Any]:
     """Kernel arguments of temperature and noise. What is on the device is passed by pointer: no synchronisation."""
     return {"tau_ptr": tau, "tau_value": tau_value, **seed_args(seed), "MODE": mode}
