@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from fastmod.kernels._images import read
 from torch import Tensor
 
 from fastmod.noise import STREAM_MULTIPLEX
@@ -157,9 +158,10 @@ def uniform(seed, index, CT: tl.constexpr, stream=STREAM):
 
 
 @triton.jit
-def scaled_logit(logits_ptr, offset, mask, tau, seed, MODE: tl.constexpr, CT: tl.constexpr):
-    """The raw logit t and z = (t + noise) / tau at ``offset``, the element's index in contiguous ``[B, M, N]``."""
-    t = tl.load(logits_ptr + offset, mask=mask, other=0.0).to(CT)
+def scaled_logit(logits_ptr, offset, mask, tau, seed, MODE: tl.constexpr, LT: tl.constexpr, CT: tl.constexpr):
+    """The raw logit t, rounded to LT, and z = (t + noise) / tau at ``offset``, the element's index in contiguous
+    ``[B, M, N]``."""
+    t = read(tl.load(logits_ptr + offset, mask=mask, other=0.0), LT, CT)
     z = t
     if MODE == GUMBEL:
         z = t - tl.log(-tl.log(uniform(seed, offset, CT)))
@@ -169,7 +171,7 @@ def scaled_logit(logits_ptr, offset, mask, tau, seed, MODE: tl.constexpr, CT: tl
 @triton.jit
 def column_stats(
     logits_ptr, copy_ptr, base, mask, tau, seed, threshold, M, N,
-    MODE: tl.constexpr, PENALTY: tl.constexpr, CT: tl.constexpr,
+    MODE: tl.constexpr, PENALTY: tl.constexpr, LT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """One pass over the M logits of each row's column: maximum, sum of exp, index of the maximum, penalty.
 
@@ -181,7 +183,7 @@ def column_stats(
     index = tl.zeros(base.shape, tl.int64)
     squares = tl.zeros(base.shape, CT)
     for m in range(M):
-        t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
+        t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, LT, CT)
         if copy_ptr is not None:
             tl.store(copy_ptr + base + m * N, t, mask=mask)
         if PENALTY:

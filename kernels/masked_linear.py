@@ -49,6 +49,8 @@ ENOUGH = 100
 WEIGHT_TILE = {"BLOCK_O": 16, "BLOCK_I": 16}
 WEIGHT_TILE_QUADS = {"BLOCK_O": 16, "BLOCK_I": 32, "BLOCK_R": 16}
 FEWER_WARPS = {**EXACT_OPTIONS, "num_warps": 2}
+#: Of several layers on AMD, where with two warps what tells the layers apart spills scalar registers.
+FEWER_ON_AMD = EXACT_OPTIONS
 #: Numbers of eight bytes, logarithms and a Philox call a weight take more registers, which twice the warps have.
 MORE_WARPS = {**EXACT_OPTIONS, "num_warps": 8}
 
@@ -212,10 +214,6 @@ def backward_weight_kernel(
         )
         grad_ptr += layer * samples * rows * OUT
         x_ptr += layer * x_step
-        if dweight_ptr is not None:
-            dweight_ptr += layer * OUT * IN
-        if dlogits_ptr is not None:
-            dlogits_ptr += layer * OUT * IN
     down, block = place(pid, IN, BLOCK_I)
     o = down.to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     first = block * BLOCK_I
@@ -248,6 +246,8 @@ def backward_weight_kernel(
             of_weight += keep * tl.where(logit == logit, found, float("nan"))
     if dlogits_ptr is not None:
         of_logits *= read(tl.load(weight_ptr + at, mask=inside, other=0.0), LT, CT)
+    at += layer * OUT * IN
+    if dlogits_ptr is not None:
         tl.store(dlogits_ptr + at, rounded(of_logits, dlogits_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
         tl.store(dweight_ptr + at, rounded(of_weight, dweight_ptr.dtype.element_ty), mask=inside)
@@ -290,13 +290,14 @@ def forward_options(constants: dict[str, Any]) -> dict[str, Any]:
     return EXACT_OPTIONS if constants["QUADS"] and constants["CT"] != tl.float64 else MORE_WARPS
 
 
-def weight_tile(constants: dict[str, Any], at_one: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def weight_tile(constants: dict[str, Any], at_one: bool, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constants and options of the gradients of weight and logits, from those of a product."""
     double = constants["CT"] == tl.float64
     quads = constants["QUADS"] and at_one and not double
     found = {**constants, **(WEIGHT_TILE_QUADS if quads else WEIGHT_TILE)}
     del found["BLOCK_S"]
-    return found, FEWER_WARPS if quads else EXACT_OPTIONS if at_one and not double else MORE_WARPS
+    fewer = FEWER_WARPS if layers == 1 or torch.version.hip is None else FEWER_ON_AMD
+    return found, fewer if quads else EXACT_OPTIONS if at_one and not double else MORE_WARPS
 
 
 def programs(samples: int, rows: int, columns: int, constants: dict[str, Any], block: str) -> int:
@@ -384,7 +385,7 @@ def masked_linear_backward(
                 dx_ptr=found[0], programs=each, **shared, **constants, **EXACT_OPTIONS
             )  # fmt: skip
         if need_weight or need_logits:
-            small, options = weight_tile(constants, tau == 1.0)
+            small, options = weight_tile(constants, tau == 1.0, layers)
             each = triton.cdiv(outputs, small["BLOCK_O"]) * triton.cdiv(inputs, small["BLOCK_I"])
             dense, x_step = each_contiguous(x, layers)
             backward_weight_kernel[(layers * each,)](
@@ -418,11 +419,13 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         found.append(Specialisation(forward_kernel, forward, forward_options(forward), case, fewer))
         found.append(Specialisation(backward_x_kernel, backward_x, EXACT_OPTIONS, case, on_amd))
         for at_one in (True, False) if columns > 400 else ():
-            sizes_of_weight, options = weight_tile(sizes["BLOCK_I"], at_one)
+            sizes_of_weight, options = weight_tile(sizes["BLOCK_I"], at_one, layers)
             values = {
                 **shared, **sizes_of_weight, "grad_ptr": low, "x_ptr": p, "dlogits_ptr": p,
                 "dweight_ptr": p if quads == at_one else None, "AT_ONE": at_one,
             }  # fmt: skip
             named = f"{case}-{'one' if at_one else 'any'}"
-            found.append(Specialisation(backward_weight_kernel, values, options, named, on_amd))
+            warps = FEWER_ON_AMD if layers > 1 and options == FEWER_WARPS else options
+            weight_on_amd = {**on_amd, "num_warps": warps["num_warps"]}
+            found.append(Specialisation(backward_weight_kernel, values, options, named, weight_on_amd))
     return found

@@ -135,7 +135,7 @@ def forward_kernel(
             of_gates += gate_rows(
                 routed_ptr, new_ptr, new_ptr + n * D, pointer_at(own_ptr, 4, DT), pointer_at(own_ptr, 3, DT), first * n,
                 local, (local < BLOCK_B * n) & (first * n + local < B * n), n * D + n, n * D + n, limit, n, D, PENALTY,
-                BLOCK_D, CT,
+                BLOCK_D, CT, CT,
             )  # fmt: skip
         tl.debug_barrier()
     if PENALTY:
@@ -200,7 +200,7 @@ def backward_kernel(
                 flow_ptr + first * (FLOW - n * D), saved_ptr + offset_at(sizes_ptr, 4, B), new_ptr, new_ptr + n * D,
                 own_grads_ptr + offset_at(sizes_ptr, 4, B), dnew_ptr, dnew_ptr + n * D, grad_penalty_ptr, first * n,
                 local, (local < BLOCK_B * n) & (first * n + local < B * n), n * D + n, n * D + n,
-                tl.full([], threshold, CT), n, D, BLOCK_D, CT,
+                tl.full([], threshold, CT), n, D, BLOCK_D, CT, CT,
             )  # fmt: skip
         tl.debug_barrier()
         # The update FNN, to the routed blocks and to x.

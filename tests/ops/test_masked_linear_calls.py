@@ -15,6 +15,7 @@ import fastmod
 from fastmod import ops
 from tests.helpers import backends
 from tests.helpers.agreement import laid_out, opchecked
+from tests.helpers.casts import Casts
 from tests.helpers.mask_cases import (
     assert_message,
     fuzzed,
@@ -27,7 +28,6 @@ from tests.helpers.mask_cases import (
 )
 from tests.helpers.masked_linear import MASKED_LINEAR, draw, layer
 from tests.helpers.masked_linear import one_row_limit as one_row_limit
-from tests.ops.test_smfr import Casts
 
 pytestmark = pytest.mark.usefixtures("one_row_limit")
 

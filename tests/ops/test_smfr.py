@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmod
 from fastmod import ops
 from tests.helpers import backends
 from tests.helpers.agreement import assert_agrees, laid_out, opchecked, run
+from tests.helpers.casts import Casts
 from tests.ops.test_mfnnr import GRAD_FACTOR, linears
 
 COUNTS = (3, 4, 4, 2)
@@ -121,19 +121,6 @@ def test_autocast_casts_nothing(backend: backends.Backend, low: torch.dtype, hid
         found.append([out, penalty, *[g.to(low) for g in grads]])
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-
-
-class Casts(TorchDispatchMode):
-    """Ops of torch that change a dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten._foreach_copy_):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_second_derivative_under_autocast() -> None:
