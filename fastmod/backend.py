@@ -174,13 +174,16 @@ def lowered(first: Tensor, *tensors: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def rounded_by_kernel(first: Tensor, *tensors: Tensor) -> torch.dtype | None:
+def rounded_by_kernel(first: Tensor, *tensors: Tensor, alike: bool = True) -> torch.dtype | None:
     """The autocast dtype, if kernels can round to it what they read, as ``lowered`` would, and nothing has to be
-    cast: ``first`` is of it or fp32, and so are ``tensors``, all alike. None where ``lowered`` is asked for."""
+    cast: ``first`` is of it or fp32, and so are ``tensors``, all alike if they must be. None where ``lowered`` is asked
+    for."""
     dtype = torch.get_autocast_dtype(first.device.type)
     kinds = {t.dtype for t in tensors}
     both = {first.dtype, *kinds}
-    served = dtype in (torch.bfloat16, torch.float16) and len(kinds) == 1 and both <= {torch.float32, dtype}
+    served = dtype in (torch.bfloat16, torch.float16) and both <= {torch.float32, dtype}
+    if alike and len(kinds) > 1:
+        return None
     return dtype if served and torch.float32 in both and not _looked_on() else None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from fastmod.kernels._images import read
 from torch import Tensor
 
 from fastmod.noise import STREAM_MULTIPLEX
@@ -46,6 +47,14 @@ def row_tile(d: int, wide: tl.dtype, rows: int = 64) -> dict[str, int]:
 def guard(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """The device of ``tensor`` made current: Triton launches on the current device, not on that of its arguments."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def each_contiguous(tensor: Tensor, copies: int) -> tuple[Tensor, int]:
+    """A tensor of which every copy, in front of it, lies without gaps, and how many numbers there are from one to the
+    next. Copies that are one and the same, as of an expanded tensor, stay one: 0."""
+    if copies > 1 and tensor.stride(0) == 0:
+        return tensor[0].contiguous(), 0
+    return tensor.contiguous(), tensor.numel() // max(copies, 1)
 
 
 def routing_args(tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> dict[str, Any]:
@@ -149,9 +158,10 @@ def uniform(seed, index, CT: tl.constexpr, stream=STREAM):
 
 
 @triton.jit
-def scaled_logit(logits_ptr, offset, mask, tau, seed, MODE: tl.constexpr, CT: tl.constexpr):
-    """The raw logit t and z = (t + noise) / tau at ``offset``, the element's index in contiguous ``[B, M, N]``."""
-    t = tl.load(logits_ptr + offset, mask=mask, other=0.0).to(CT)
+def scaled_logit(logits_ptr, offset, mask, tau, seed, MODE: tl.constexpr, LT: tl.constexpr, CT: tl.constexpr):
+    """The raw logit t, rounded to LT, and z = (t + noise) / tau at ``offset``, the element's index in contiguous
+    ``[B, M, N]``."""
+    t = read(tl.load(logits_ptr + offset, mask=mask, other=0.0), LT, CT)
     z = t
     if MODE == GUMBEL:
         z = t - tl.log(-tl.log(uniform(seed, offset, CT)))
@@ -161,7 +171,7 @@ def scaled_logit(logits_ptr, offset, mask, tau, seed, MODE: tl.constexpr, CT: tl
 @triton.jit
 def column_stats(
     logits_ptr, copy_ptr, base, mask, tau, seed, threshold, M, N,
-    MODE: tl.constexpr, PENALTY: tl.constexpr, CT: tl.constexpr,
+    MODE: tl.constexpr, PENALTY: tl.constexpr, LT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """One pass over the M logits of each row's column: maximum, sum of exp, index of the maximum, penalty.
 
@@ -173,7 +183,7 @@ def column_stats(
     index = tl.zeros(base.shape, tl.int64)
     squares = tl.zeros(base.shape, CT)
     for m in range(M):
-        t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
+        t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, LT, CT)
         if copy_ptr is not None:
             tl.store(copy_ptr + base + m * N, t, mask=mask)
         if PENALTY:

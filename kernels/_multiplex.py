@@ -26,20 +26,21 @@ from fastmod.kernels._common import (
     uniform,
     uniform_of,
 )
-from fastmod.kernels._images import read
+from fastmod.kernels._images import read, rounded
 
 
 @triton.jit
 def route_rows(
     blocks_ptr, logits_ptr, out_ptr, copy_ptr, start, local, mask, tau, seed, threshold, M, N, D,
-    MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_D: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_D: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr,
+    CT: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of rows ``start + local``; returns each row's share of the penalty over the logits."""
     rows = start + local
     b, n = split_rows(start, local, N)
     base = b * M * N + n
     best, total, index, squares = column_stats(
-        logits_ptr, copy_ptr, base, mask, tau, seed, threshold, M, N, MODE, PENALTY, CT
+        logits_ptr, copy_ptr, base, mask, tau, seed, threshold, M, N, MODE, PENALTY, LT, CT
     )
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
@@ -47,13 +48,13 @@ def route_rows(
         acc = tl.zeros([rows.shape[0], BLOCK_D], CT)
         for m in range(M):
             if MODE == SOFTMAX:
-                _, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
+                _, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, LT, CT)
                 w = soft_weight(z, best, total)
             else:
                 w = hard_weight(m, index, total)
             x = tl.load(blocks_ptr + (b * M + m)[:, None] * D + d[None, :], mask=tile, other=0.0)
             acc += w[:, None] * read(x, DT, CT)
-        tl.store(out_ptr + rows[:, None] * D + d[None, :], acc, mask=tile)
+        tl.store(out_ptr + rows[:, None] * D + d[None, :], rounded(acc, out_ptr.dtype.element_ty), mask=tile)
     return squares
 
 
@@ -81,10 +82,10 @@ def forward_kernel(
     blocks_ptr, logits_ptr, out_ptr, copy_ptr, partials_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
     seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64, threshold: tl.float64, B: tl.int64, M: tl.int64,
     N: tl.int64, D: tl.int64, MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    DT: tl.constexpr, CT: tl.constexpr,
+    LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_R rows of a copy, and with PENALTY one partial sum per program. DT: what blocks are rounded to
-    as they are loaded."""
+    as they are loaded, LT: logits."""
     blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr = of_copy(
         blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D
     )
@@ -94,7 +95,7 @@ def forward_kernel(
     squares = route_rows(
         blocks_ptr, logits_ptr, out_ptr, copy_ptr, pid * BLOCK_R, local, pid * BLOCK_R + local < R,
         temperature(tau_ptr, tau_value, CT), key(seed_ptr, seed_value), tl.full([], threshold, CT), M, N, D,
-        MODE, PENALTY, BLOCK_D, DT, CT,
+        MODE, PENALTY, BLOCK_D, LT, DT, CT,
     )  # fmt: skip
     if PENALTY:
         tl.store(partials_ptr + pid, tl.sum(squares, axis=0))
@@ -120,7 +121,8 @@ def backward_logits_kernel(
     grad_ptr, blocks_ptr, logits_ptr, dlogits_ptr, weights_ptr, dtau_ptr, grad_penalty_ptr, tau_ptr,
     tau_value: tl.float64, seed_ptr, seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64,
     threshold: tl.float64, B: tl.int64, M: tl.int64, N: tl.int64, D: tl.int64,
-    MODE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    MODE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr,
+    CT: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the logits (with that of the penalty, if ``grad_penalty_ptr`` is given), one partial of d_tau per
     program, and the weights of the forward ``[B, M, N]`` for the gradient of the blocks.
@@ -143,18 +145,18 @@ def backward_logits_kernel(
     limit = tl.full([], threshold, CT)
     b, n = split_rows(pid * BLOCK_R, tl.arange(0, BLOCK_R), N)
     base = b * M * N + n
-    best, total, index, _ = column_stats(logits_ptr, None, base, mask, tau, seed, limit, M, N, MODE, False, CT)
+    best, total, index, _ = column_stats(logits_ptr, None, base, mask, tau, seed, limit, M, N, MODE, False, LT, CT)
     mean = tl.zeros(rows.shape, CT)
     centre = tl.zeros(rows.shape, CT)
     for m in range(M):
-        _, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
+        _, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, LT, CT)
         dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, DT, CT)
         w = soft_weight(z, best, total)
         mean += w * dw
         centre += w * z
     dtau = tl.zeros(rows.shape, CT)
     for m in range(M):
-        t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, CT)
+        t, z = scaled_logit(logits_ptr, base + m * N, mask, tau, seed, MODE, LT, CT)
         dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, DT, CT)
         w = soft_weight(z, best, total)
         dz = divide(w * (dw - mean), tau)
@@ -162,7 +164,7 @@ def backward_logits_kernel(
         dtau -= dz * (z - centre)
         if grad_penalty_ptr is not None:
             dz += 2 * tl.load(grad_penalty_ptr).to(CT) * excess(t, limit)
-        tl.store(dlogits_ptr + base + m * N, dz, mask=mask)
+        tl.store(dlogits_ptr + base + m * N, rounded(dz, dlogits_ptr.dtype.element_ty), mask=mask)
         if weights_ptr is not None:
             if MODE != SOFTMAX:
                 w = hard_weight(m, index, total)
@@ -192,18 +194,18 @@ def backward_blocks_kernel(
             acc += w[:, None] * g
         if add_ptr is not None:
             acc += tl.load(add_ptr + out, mask=tile, other=0.0).to(CT)
-        tl.store(dblocks_ptr + out, acc, mask=tile)
+        tl.store(dblocks_ptr + out, rounded(acc, dblocks_ptr.dtype.element_ty), mask=tile)
 
 
 @triton.jit
 def tile_scores(
     logits_ptr, begin, first, lines, n, inside, tau, seed, N,
-    MODE: tl.constexpr, QUADS: tl.constexpr, BLOCK_N: tl.constexpr, CT: tl.constexpr,
+    MODE: tl.constexpr, QUADS: tl.constexpr, BLOCK_N: tl.constexpr, LT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Raw logits t and z = (t + noise) / tau, ``[b, m, n]``: rows ``lines [b, m, 1]`` from element ``begin`` on, of a
     copy's noise from ``first`` on."""
     offsets = lines * N + n
-    t = tl.load(logits_ptr + begin + offsets, mask=inside, other=0.0).to(CT)
+    t = read(tl.load(logits_ptr + begin + offsets, mask=inside, other=0.0), LT, CT)
     z = t
     if MODE == GUMBEL:
         if QUADS:  # rows begin at multiples of four: one call draws four numbers
@@ -220,7 +222,7 @@ def tile_scores(
 def tile(
     logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, tau_step, seed_step, B, M, N, MODE: tl.constexpr,
     COPIES: tl.constexpr, QUADS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CT: tl.constexpr,
+    LT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Of this program: its first batch element, places ``b``, ``m`` and ``n`` in its tile, which elements, blocks and
     logits of it there are, the temperature, raw logits and scores."""
@@ -238,7 +240,7 @@ def tile(
     inside = there & exists & (n < N)
     t, z = tile_scores(
         logits_ptr, begin * M * N, first * M * N, b * M + m, n, inside, tau, key(seed_ptr, seed_value), N, MODE, QUADS,
-        BLOCK_N, CT,
+        BLOCK_N, LT, CT,
     )  # fmt: skip
     return begin, b, m, n, there, exists, inside, tau, t, z
 
@@ -266,13 +268,13 @@ def tiled_forward_kernel(
     blocks_ptr, logits_ptr, out_ptr, copy_ptr, partials_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
     seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64, threshold: tl.float64, B: tl.int64, M: tl.int32,
     N: tl.int32, D: tl.int32, MODE: tl.constexpr, PENALTY: tl.constexpr, COPIES: tl.constexpr, QUADS: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LT: tl.constexpr,
+    DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_B batch elements of a copy, and with PENALTY one partial sum per program."""
     begin, b, m, n, there, exists, inside, tau, t, z = tile(
         logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, tau_step, seed_step, B, M, N, MODE, COPIES, QUADS,
-        BLOCK_B, BLOCK_M, BLOCK_N, CT,
+        BLOCK_B, BLOCK_M, BLOCK_N, LT, CT,
     )  # fmt: skip
     if copy_ptr is not None:
         tl.store(copy_ptr + begin * M * N + ((b * M + m) * N + n), t, mask=inside)
@@ -290,7 +292,8 @@ def tiled_forward_kernel(
         )  # fmt: skip
         mixed = tl.sum(w[:, :, :, None] * read(x, DT, CT)[:, :, None, :], axis=1)  # [b, n, d]
         tl.store(
-            out_ptr + begin * N * D + ((b * N + outputs) * D + d), mixed, mask=there & (outputs < N) & (d < D)
+            out_ptr + begin * N * D + ((b * N + outputs) * D + d), rounded(mixed, out_ptr.dtype.element_ty),
+            mask=there & (outputs < N) & (d < D),
         )  # fmt: skip
 
 
@@ -299,13 +302,13 @@ def tiled_backward_kernel(
     grad_ptr, blocks_ptr, logits_ptr, dblocks_ptr, dlogits_ptr, dtau_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
     seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64, B: tl.int64, M: tl.int32, N: tl.int32,
     D: tl.int32, MODE: tl.constexpr, COPIES: tl.constexpr, QUADS: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr,
     CT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of blocks and logits of BLOCK_B batch elements of a copy, and of tau one partial per program."""
     begin, b, m, n, there, exists, inside, tau, _, z = tile(
         logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, tau_step, seed_step, B, M, N, MODE, COPIES, QUADS,
-        BLOCK_B, BLOCK_M, BLOCK_N, CT,
+        BLOCK_B, BLOCK_M, BLOCK_N, LT, CT,
     )  # fmt: skip
     w, total = tile_softmax(z, exists)
 
@@ -315,15 +318,16 @@ def tiled_backward_kernel(
         d = start + tl.arange(0, BLOCK_D)[None, :, None]
         x = tl.load(
             blocks_ptr + begin * M * D + ((b * M + last_m) * D + d), mask=there & (last_m < M) & (d < D), other=0.0
-        ).to(CT)  # fmt: skip
+        )  # fmt: skip
         g = tl.load(
             grad_ptr + begin * N * D + ((b * N + n) * D + d), mask=there & (n < N) & (d < D), other=0.0
         ).to(CT)  # fmt: skip
-        dw += tl.sum(x[:, :, :, None] * g[:, :, None, :], axis=1)  # [b, m, n]
+        dw += tl.sum(read(x, DT, CT)[:, :, :, None] * g[:, :, None, :], axis=1)  # [b, m, n]
     dw = tl.where(exists, dw, 0.0)  # 0 * inf is not
 
     dz = divide(w * (dw - tl.sum(w * dw, axis=1, keep_dims=True)), tau)
-    tl.store(dlogits_ptr + begin * M * N + ((b * M + m) * N + n), dz, mask=inside)
+    of_logits = rounded(dz, dlogits_ptr.dtype.element_ty)
+    tl.store(dlogits_ptr + begin * M * N + ((b * M + m) * N + n), of_logits, mask=inside)
     if dtau_ptr is not None:
         # dz sum to 0 over m, so z may be measured from anywhere: from its own mean a rounding of theirs does not count
         z_known = tl.where(exists, z, 0.0)
@@ -342,5 +346,6 @@ def tiled_backward_kernel(
         ).to(CT)  # fmt: skip
         spread = tl.sum(w[:, :, :, None] * g[:, :, None, :], axis=1)  # [b, m, d]
         tl.store(
-            dblocks_ptr + begin * M * D + ((b * M + m) * D + d), spread, mask=there & exists & (d < D)
+            dblocks_ptr + begin * M * D + ((b * M + m) * D + d), rounded(spread, dblocks_ptr.dtype.element_ty),
+            mask=there & exists & (d < D),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from fastmod.kernels._common import (
     TRITON_TYPES,
     compute_type,
     divide,
+    each_contiguous,
     excess,
     key,
     row_tile,
@@ -29,9 +30,11 @@ from fastmod.kernels._images import power, precision, product, read, rounded
 from torch import Tensor
 
 from fastmod.ops._checks import compute_dtype
-from fastmod.ops.mfnnr import LEAKY_SLOPE
+from fastmod.ops.mfnnr import BATCH_TILE, LEAKY_SLOPE
 
 SLOPE = tl.constexpr(LEAKY_SLOPE)
+#: Activations of a net are those of a multiple of so many rows.
+PADDING = tl.constexpr(BATCH_TILE)
 #: Hidden layers up to this width are served here, wider ones layer by layer, see mfnnr.py.
 FUSED_HIDDEN = 128
 #: Blocks that a layer may read: the scores of a column are one tile.
@@ -44,13 +47,27 @@ MOST_POINTERS = 2000
 
 
 @triton.jit
-def write_table(table_ptr, pointers, NUMBERS: tl.constexpr):
-    """Pointers, then numbers; there for all threads of this program."""
+def write_table(table_ptr, pointers, net, B, NUMBERS: tl.constexpr, STEPS: tl.constexpr):
+    """Pointers, then numbers; there for all threads of this program. STEPS, None for one net: bytes from one net's
+    tensor to the next's, as so many for each net, for each of its rows, and for each of these padded."""
     for i in tl.static_range(len(pointers)):
-        tl.store(table_ptr + i, pointers[i].to(tl.int64))
+        at = pointers[i].to(tl.int64)
+        if STEPS is not None:
+            at += net * (STEPS[i][0] + B * STEPS[i][1] + tl.cdiv(B, PADDING) * PADDING * STEPS[i][2])
+        tl.store(table_ptr + i, at)
     for i in tl.static_range(len(NUMBERS)):
         tl.store(table_ptr + len(pointers) + i, NUMBERS[i])
     tl.debug_barrier()
+
+
+@triton.jit
+def net_and_rows(B, BLOCK_B: tl.constexpr, STEPS: tl.constexpr):
+    """Which net's rows this program takes, and from which of them on: the programs of a net are neighbours."""
+    pid = tl.program_id(0).to(tl.int64)
+    if STEPS is not None:
+        programs = tl.cdiv(B, BLOCK_B)
+        return pid // programs, pid % programs * BLOCK_B
+    return tl.full([], 0, tl.int64), pid * BLOCK_B
 
 
 @triton.jit
@@ -400,11 +417,16 @@ class Layer(NamedTuple):
     @property
     def widths(self) -> list[int]:
         """Of the linear layers."""
-        return [bias.shape[0] for bias in self.params[1::2]]
+        return [bias.shape[-1] for bias in self.params[1::2]]
 
     @property
     def hidden(self) -> list[int]:
-        return [bias.shape[0] for bias in [*self.route[1:-1:2], *self.update[1:-1:2]]]
+        return [bias.shape[-1] for bias in [*self.route[1:-1:2], *self.update[1:-1:2]]]
+
+    @property
+    def nets(self) -> torch.Size:
+        """``[copies]`` of the parameters of many nets, else nothing."""
+        return self.route[0].shape[:-2]
 
 
 def layers_of(
@@ -422,7 +444,7 @@ def counts_of(x: Tensor, layers: Sequence[Layer]) -> list[int]:
     """Blocks that come in and that come out of every layer: one more than there are layers."""
     counts = [x.shape[-2]]
     for layer in layers:
-        counts.append(layer.route[-1].shape[0] // counts[-1])
+        counts.append(layer.route[-1].shape[-1] // counts[-1])
     return counts
 
 
@@ -478,23 +500,41 @@ def kind(x: Tensor) -> int:
     return precision(x if x.dtype == torch.float32 else x.new_empty(0, dtype=torch.float32))
 
 
+class Place(NamedTuple):
+    """Where a tensor begins, and how many bytes further the next net's does: so many, and so many for each row and
+    each of the padded rows. 0: one for all nets."""
+
+    tensor: Tensor
+    step: int = 0
+    of_row: int = 0
+    of_padded_row: int = 0
+
+
 class Plan(NamedTuple):
     """What forward and backward of a stack have in common."""
 
-    x: Tensor  # [B, M, D], contiguous
-    rounded: Tensor | None  # where the kernel puts x if it is to be read in another dtype
-    layers: list[Layer]  # of contiguous tensors
+    x: Tensor  # [B, M, D] of every net, or one for all of them; contiguous
+    shared: bool  # one for all of them
+    rounded: Tensor | None  # where the kernel puts each net's x if it is to be read in another dtype
+    seeds: list[Place]  # of layers that have one
+    taus: list[Place]
+    params: list[list[Place]]  # of every layer, contiguous for every net
     counts: list[int]
+    copies: int
+    batch: int  # rows of a net
     constants: dict[str, Any]
 
     @property
-    def first(self) -> Tensor:
+    def first(self) -> Place:
         """What the first layer reads."""
-        return self.x if self.rounded is None else self.rounded
+        if self.rounded is not None:
+            return self.of_rows(self.rounded)
+        return Place(self.x) if self.shared else self.of_rows(self.x)
 
     @property
     def programs(self) -> int:
-        return triton.cdiv(self.x.shape[0], self.constants["BLOCK_B"])
+        """Of a net."""
+        return triton.cdiv(self.batch, self.constants["BLOCK_B"])
 
     @property
     def room(self) -> int:
@@ -502,25 +542,47 @@ class Plan(NamedTuple):
 
     def scratch(self, columns: int) -> Tensor:
         """Numbers of the compute dtype for every row that a program has, there or not."""
-        rows = self.programs * self.constants["BLOCK_B"]
+        rows = self.copies * self.programs * self.constants["BLOCK_B"]
         return self.x.new_empty(rows * columns, dtype=compute_dtype(self.x))
 
-    def table(self, pointers: Sequence[Tensor]) -> Tensor:
-        return self.x.new_empty(self.programs * (len(pointers) + len(self.constants["NUMBERS"])), dtype=torch.int64)
+    def of_rows(self, tensor: Tensor) -> Place:
+        """A contiguous tensor of every row of every net."""
+        return Place(tensor, of_row=tensor.nbytes // (self.copies * self.batch))
+
+    def of_padded_rows(self, tensor: Tensor) -> Place:
+        padded = triton.cdiv(self.batch, BATCH_TILE) * BATCH_TILE
+        return Place(tensor, of_padded_row=tensor.nbytes // (self.copies * padded))
+
+    def of_nets(self, tensor: Tensor) -> Place:
+        """A contiguous tensor with a part for every net."""
+        return Place(tensor, tensor.nbytes // self.copies)
+
+    def arguments(self, places: Sequence[Place]) -> dict[str, Any]:
+        """Of a kernel that writes its table from the places of all layers."""
+        size = len(places) + len(self.constants["NUMBERS"])
+        return {
+            "pointers": tuple(place.tensor for place in places),
+            "table_ptr": self.x.new_empty(self.copies * self.programs * size, dtype=torch.int64),
+            "x_ptr": self.x, "rounded_ptr": self.rounded, "B": self.batch, "DEPTH": len(self.params),
+            "ROOM": self.room, "SHARED": self.shared,
+            "STEPS": tuple(place[1:] for place in places) if self.copies > 1 else None, **self.constants,
+        }  # fmt: skip
 
 
 def plan(x: Tensor, layers: Sequence[Layer], mode: int, context: bool, low: torch.dtype | None) -> Plan:
     """``low``: what x and parameters count as, None for their own dtype."""
-    d, wide = x.shape[-1], compute_type(x)
+    nets, d, wide = layers[0].nets, x.shape[-1], compute_type(x)
+    copies, batch = nets.numel(), x.shape[len(nets) : -2].numel()
     taus = [layer.tau for layer in layers if layer.tau is not None]
     one = taus[0].dtype if taus else None  # of all temperatures: the kernel reads them by one type
-    dense = [
-        Layer(
-            [p.contiguous() for p in layer.route], [p.contiguous() for p in layer.update],
-            None if layer.tau is None or one is None else layer.tau.to(one), layer.seed,
-        )
-        for layer in layers
-    ]  # fmt: skip
+
+    def dense(tensor: Tensor) -> Place:
+        found, step = each_contiguous(tensor, copies)
+        return Place(found, step * tensor.element_size())
+
+    def number(tensor: Tensor) -> Place:
+        return Place(tensor, tensor.stride(0) * tensor.element_size() if tensor.dim() else 0)
+
     counts = counts_of(x, layers)
     constants = {
         "NUMBERS": numbers_of(x, layers, context), "D": d, "ROUTE": len(layers[0].route) // 2,
@@ -528,6 +590,11 @@ def plan(x: Tensor, layers: Sequence[Layer], mode: int, context: bool, low: torc
         "TAU": None if one is None else TRITON_TYPES[one], **tile(counts, d), "PRECISION": kind(x),
         "PT": TRITON_TYPES[layers[0].route[0].dtype], "DT": TRITON_TYPES[low or x.dtype], "CT": wide,
     }  # fmt: skip
-    blocks = x.contiguous().view(-1, *x.shape[-2:])
-    rounded = None if low in (None, x.dtype) else torch.empty_like(blocks, dtype=low)
-    return Plan(blocks, rounded, dense, counts, constants)
+    blocks, step = each_contiguous(x, copies)
+    size = copies * batch, *x.shape[-2:]
+    return Plan(
+        blocks, copies > 1 and step == 0,
+        None if low in (None, x.dtype) else x.new_empty(size, dtype=low),
+        [number(layer.seed) for layer in layers if layer.seed is not None], [number(tau.to(one)) for tau in taus],
+        [[dense(p) for p in layer.params] for layer in layers], counts, copies, batch, constants,
+    )  # fmt: skip

@@ -1,7 +1,8 @@
 """Triton kernels and launchers of ``masked_linear``: weights are masked tile by tile, on their way into the products.
 
 A program takes a few samples at once, which share one tile of the weight, its logits and thresholds: the products have
-the sample as their batch axis. No masked copy of the weight is ever in memory.
+the sample as their batch axis. No masked copy of the weight is ever in memory. Many layers are one launch: the programs
+of each come after those of the one before, with the same tiles, so that its values are the same to the bit.
 
 Element (o, i) of sample s has the noise of index ``s * P + o * IN + i``, with ``P = OUT * IN``.
 """
@@ -14,7 +15,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from fastmod.kernels._common import TRITON_TYPES, compute_type, guard, key, noise_word, philox, seed_args, uniform_of
+from fastmod.kernels._common import (
+    TRITON_TYPES,
+    compute_type,
+    each_contiguous,
+    guard,
+    key,
+    noise_word,
+    philox,
+    seed_args,
+    uniform_of,
+)
 from fastmod.kernels._images import IEEE, TF32_THRICE, power, precision, product, read, rounded
 from fastmod.kernels.sample_mask import EXACT_OPTIONS, slope_at, slope_at_one, words_off
 from torch import Tensor
@@ -38,16 +49,34 @@ ENOUGH = 100
 WEIGHT_TILE = {"BLOCK_O": 16, "BLOCK_I": 16}
 WEIGHT_TILE_QUADS = {"BLOCK_O": 16, "BLOCK_I": 32, "BLOCK_R": 16}
 FEWER_WARPS = {**EXACT_OPTIONS, "num_warps": 2}
+#: Of several layers on AMD, where with two warps what tells the layers apart spills scalar registers.
+FEWER_ON_AMD = EXACT_OPTIONS
 #: Numbers of eight bytes, logarithms and a Philox call a weight take more registers, which twice the warps have.
 MORE_WARPS = {**EXACT_OPTIONS, "num_warps": 8}
 
 
 @triton.jit
-def place(SIZE, BLOCK: tl.constexpr):
-    """``divmod`` of this program by the number of blocks of SIZE. A grid has less than 2**31 programs: 32 bits are
-    enough for the division."""
+def layer_and_program(programs, LAYERS: tl.constexpr):
+    """Which of several LAYERS, of so many programs each, this is one of, and which of them. A grid has less than 2**31
+    programs: 32 bits are enough for the division."""
+    pid = tl.program_id(0)
+    if LAYERS:
+        return (pid // programs).to(tl.int64), pid % programs
+    return tl.full([], 0, tl.int64), pid
+
+
+@triton.jit
+def of_layer(layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step):
+    if seed_ptr is not None:
+        seed_ptr += layer * seed_step
+    return weight_ptr + layer * weight_step, logits_ptr + layer * logits_step, seed_ptr
+
+
+@triton.jit
+def place(pid, SIZE, BLOCK: tl.constexpr):
+    """``divmod`` of a program by the number of blocks of SIZE."""
     blocks = tl.cdiv(SIZE, BLOCK).to(tl.int32)
-    return tl.program_id(0) // blocks, (tl.program_id(0) % blocks).to(tl.int64)
+    return pid // blocks, (pid % blocks).to(tl.int64)
 
 
 @triton.jit
@@ -103,16 +132,27 @@ def store_rows(ptr, value, s, r, columns, samples, rows, SIZE):
     tl.store(ptr + at, rounded(value, ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_sample", "samples", "rows", "bias_step"])
+@triton.jit(do_not_specialize=["first_sample", "samples", "rows", "programs", "bias_step"])
 def forward_kernel(
     x_ptr, weight_ptr, logits_ptr, biases_ptr, out_ptr, seed_ptr, seed_value: tl.int64, first_sample: tl.int64,
-    samples: tl.int64, rows: tl.int64, bias_step: tl.int64, OUT: tl.int64, IN: tl.int64, QUADS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    samples: tl.int64, rows: tl.int64, programs: tl.int32, bias_step: tl.int64, x_step: tl.int64,
+    weight_step: tl.int64, logits_step: tl.int64, biases_step: tl.int64, seed_step: tl.int64, OUT: tl.int64,
+    IN: tl.int64, LAYERS: tl.constexpr, QUADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr,
+    CT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_O outputs of BLOCK_R rows of BLOCK_S samples. LT: what is loaded is rounded to that dtype, DT: dtype of the
-    factors, CT: of the sums."""
-    outer, block = place(OUT, BLOCK_O)
+    factors, CT: of the sums. Steps: numbers from one layer's tensor to the next's, 0 where they share one."""
+    layer, pid = layer_and_program(programs, LAYERS)
+    if LAYERS:
+        weight_ptr, logits_ptr, seed_ptr = of_layer(
+            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step
+        )
+        x_ptr += layer * x_step
+        out_ptr += layer * samples * rows * OUT
+        if biases_ptr is not None:
+            biases_ptr += layer * biases_step
+    outer, block = place(pid, OUT, BLOCK_O)
     s, r = rows_of_program(outer, rows, BLOCK_S, BLOCK_R)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
     seed = key(seed_ptr, seed_value)
@@ -129,15 +169,23 @@ def forward_kernel(
     store_rows(out_ptr, total, s, r, o, samples, rows, OUT)
 
 
-@triton.jit(do_not_specialize=["first_sample", "samples", "rows"])
+@triton.jit(do_not_specialize=["first_sample", "samples", "rows", "programs"])
 def backward_x_kernel(
     grad_ptr, weight_ptr, logits_ptr, dx_ptr, seed_ptr, seed_value: tl.int64, first_sample: tl.int64,
-    samples: tl.int64, rows: tl.int64, OUT: tl.int64, IN: tl.int64, QUADS: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PRECISION: tl.constexpr, LT: tl.constexpr,
-    DT: tl.constexpr, CT: tl.constexpr,
+    samples: tl.int64, rows: tl.int64, programs: tl.int32, weight_step: tl.int64, logits_step: tl.int64,
+    seed_step: tl.int64, OUT: tl.int64, IN: tl.int64, LAYERS: tl.constexpr, QUADS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_I inputs of BLOCK_R rows of BLOCK_S samples."""
-    outer, block = place(IN, BLOCK_I)
+    layer, pid = layer_and_program(programs, LAYERS)
+    if LAYERS:
+        weight_ptr, logits_ptr, seed_ptr = of_layer(
+            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step
+        )
+        grad_ptr += layer * samples * rows * OUT
+        dx_ptr += layer * samples * rows * IN
+    outer, block = place(pid, IN, BLOCK_I)
     s, r = rows_of_program(outer, rows, BLOCK_S, BLOCK_R)
     first = block * BLOCK_I
     seed = key(seed_ptr, seed_value)
@@ -150,15 +198,23 @@ def backward_x_kernel(
     store_rows(dx_ptr, total, s, r, first + tl.arange(0, BLOCK_I), samples, rows, IN)
 
 
-@triton.jit(do_not_specialize=["first_sample", "samples", "rows"])
+@triton.jit(do_not_specialize=["first_sample", "samples", "rows", "programs"])
 def backward_weight_kernel(
     grad_ptr, x_ptr, weight_ptr, logits_ptr, dweight_ptr, dlogits_ptr, seed_ptr, seed_value: tl.int64,
-    first_sample: tl.int64, samples: tl.int64, rows: tl.int64, tau: tl.float64, OUT: tl.int64, IN: tl.int64,
-    AT_ONE: tl.constexpr, QUADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    first_sample: tl.int64, samples: tl.int64, rows: tl.int64, programs: tl.int32, tau: tl.float64, x_step: tl.int64,
+    weight_step: tl.int64, logits_step: tl.int64, seed_step: tl.int64, OUT: tl.int64, IN: tl.int64,
+    LAYERS: tl.constexpr, AT_ONE: tl.constexpr, QUADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr, PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """A tile of the gradients of logits and weight, each if asked for, summed over the samples; AT_ONE: tau is 1."""
-    down, block = place(IN, BLOCK_I)
+    layer, pid = layer_and_program(programs, LAYERS)
+    if LAYERS:
+        weight_ptr, logits_ptr, seed_ptr = of_layer(
+            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step
+        )
+        grad_ptr += layer * samples * rows * OUT
+        x_ptr += layer * x_step
+    down, block = place(pid, IN, BLOCK_I)
     o = down.to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     first = block * BLOCK_I
     i = first + tl.arange(0, BLOCK_I)
@@ -190,6 +246,8 @@ def backward_weight_kernel(
             of_weight += keep * tl.where(logit == logit, found, float("nan"))
     if dlogits_ptr is not None:
         of_logits *= read(tl.load(weight_ptr + at, mask=inside, other=0.0), LT, CT)
+    at += layer * OUT * IN
+    if dlogits_ptr is not None:
         tl.store(dlogits_ptr + at, rounded(of_logits, dlogits_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
         tl.store(dweight_ptr + at, rounded(of_weight, dweight_ptr.dtype.element_ty), mask=inside)
@@ -223,7 +281,7 @@ def tile(
         "QUADS": inputs % 4 == 0, "PRECISION": kind, "LT": loaded, "DT": factors, "CT": wide,
     }  # fmt: skip
     for fewer in ({"BLOCK_S": 1}, {"BLOCK_I": 16} if block == "BLOCK_I" else {}):
-        if programs(samples, rows, columns, constants, block)[0] < ENOUGH:
+        if programs(samples, rows, columns, constants, block) < ENOUGH:
             constants.update(fewer)
     return constants
 
@@ -232,24 +290,31 @@ def forward_options(constants: dict[str, Any]) -> dict[str, Any]:
     return EXACT_OPTIONS if constants["QUADS"] and constants["CT"] != tl.float64 else MORE_WARPS
 
 
-def weight_tile(constants: dict[str, Any], at_one: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def weight_tile(constants: dict[str, Any], at_one: bool, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constants and options of the gradients of weight and logits, from those of a product."""
     double = constants["CT"] == tl.float64
     quads = constants["QUADS"] and at_one and not double
     found = {**constants, **(WEIGHT_TILE_QUADS if quads else WEIGHT_TILE)}
     del found["BLOCK_S"]
-    return found, FEWER_WARPS if quads else EXACT_OPTIONS if at_one and not double else MORE_WARPS
+    fewer = FEWER_WARPS if layers == 1 or torch.version.hip is None else FEWER_ON_AMD
+    return found, fewer if quads else EXACT_OPTIONS if at_one and not double else MORE_WARPS
 
 
-def programs(samples: int, rows: int, columns: int, constants: dict[str, Any], block: str) -> tuple[int]:
-    """The grid of a product with ``columns`` columns."""
+def programs(samples: int, rows: int, columns: int, constants: dict[str, Any], block: str) -> int:
+    """Of a layer's product with ``columns`` columns."""
     groups = triton.cdiv(samples, constants["BLOCK_S"]) * triton.cdiv(rows, constants["BLOCK_R"])
-    return (groups * triton.cdiv(columns, constants[block]),)
+    return groups * triton.cdiv(columns, constants[block])
 
 
-def _each(tensor: Tensor | None, stacked: Tensor) -> Sequence[Any]:
-    """What every layer of ``stacked`` has of a tensor that they may share."""
-    return [tensor] * len(stacked) if tensor is None or tensor.dim() == 0 else tensor.unbind()
+def weight_args(weight: Tensor, logits: Tensor, seed: Tensor) -> dict[str, Any]:
+    """Of ``[out, in]`` or ``[layers, out, in]``, in all kernels."""
+    layers = weight.shape[:-2].numel()
+    (dense, step), (dense_logits, logits_step) = each_contiguous(weight, layers), each_contiguous(logits, layers)
+    return {
+        "weight_ptr": dense, "weight_step": step, "logits_ptr": dense_logits, "logits_step": logits_step,
+        **seed_args(seed), "seed_step": sum(seed.stride()), "OUT": weight.shape[-2], "IN": weight.shape[-1],
+        "LAYERS": layers > 1,
+    }  # fmt: skip
 
 
 def masked_linear_forward(
@@ -263,24 +328,24 @@ def masked_linear_forward(
     low: torch.dtype | None = None,
 ) -> Tensor:
     """x ``[B, ..., in]``, weight and logits ``[out, in]``, biases ``[S, out]`` -> ``[B, ..., out]``; of weights
-    ``[layers, out, in]`` one launch a layer."""
-    if weight.dim() == 3:
-        layers = zip(x, weight, logits, _each(biases, weight), _each(seed, weight), strict=True)
-        return torch.stack([masked_linear_forward(*each, samples, first, low) for each in layers])
-    outputs, inputs = weight.shape
+    ``[layers, out, in]`` all with the layers in front, but for a seed that they share."""
+    *many, outputs, inputs = weight.shape
     out = torch.empty((*x.shape[:-1], outputs), dtype=low or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    x, weight, logits = x.contiguous(), weight.contiguous(), logits.contiguous()
-    rows = out.numel() // (outputs * samples)
-    if biases is not None and biases.stride(1) != 1:
+    layers = weight.shape[:-2].numel()
+    rows = out.numel() // (layers * outputs * samples)
+    dense, x_step = each_contiguous(x, layers)
+    if biases is not None and biases.stride(-1) != 1:
         biases = biases.contiguous()
     constants = tile(samples, rows, inputs, outputs, "BLOCK_O", *kinds(x, low))
+    each = programs(samples, rows, outputs, constants, "BLOCK_O")
     with guard(x):
-        forward_kernel[programs(samples, rows, outputs, constants, "BLOCK_O")](
-            x_ptr=x, weight_ptr=weight, logits_ptr=logits, biases_ptr=biases, out_ptr=out, first_sample=first,
-            samples=samples, rows=rows, bias_step=0 if biases is None else biases.stride(0), OUT=outputs, IN=inputs,
-            **seed_args(seed), **constants, **forward_options(constants),
+        forward_kernel[(layers * each,)](
+            x_ptr=dense, x_step=x_step, biases_ptr=biases, bias_step=0 if biases is None else biases.stride(-2),
+            biases_step=biases.stride(0) if many and biases is not None else 0, out_ptr=out, first_sample=first,
+            samples=samples, rows=rows, programs=each, **weight_args(weight, logits, seed), **constants,
+            **forward_options(constants),
         )  # fmt: skip
     return out
 
@@ -298,36 +363,35 @@ def masked_linear_backward(
     low: torch.dtype | None = None,
 ) -> list[Tensor]:
     """grad ``[B, ..., out]`` -> gradients of x, weight and logits; empty where not needed."""
-    if weight.dim() == 3:
-        layers = zip(grad, x, weight, logits, _each(seed, weight), strict=True)
-        parts = [masked_linear_backward(*each, samples, tau, needs, first, low) for each in layers]
-        return [torch.stack(each) for each in zip(*parts, strict=True)]
-    outputs, inputs = weight.shape
-    like = (x, weight, logits)
-    rows = x.shape[:-1].numel() // samples
-    if rows * outputs * inputs == 0:
-        return [torch.zeros_like(t) if needed else t.new_empty(0) for t, needed in zip(like, needs, strict=True)]
+    *many, outputs, inputs = weight.shape
+    layers, rows = weight.shape[:-2].numel(), x.shape[len(many) : -1].numel() // samples
+    nothing = layers * rows * outputs * inputs == 0
     found = [
-        torch.empty(t.shape if needed else (0,), dtype=t.dtype, device=t.device)
-        for t, needed in zip(like, needs, strict=True)
+        (torch.zeros if nothing else torch.empty)(t.shape if needed else (*many, 0), dtype=t.dtype, device=t.device)
+        for t, needed in zip((x, weight, logits), needs, strict=True)
     ]
+    if nothing:
+        return found
     need_x, need_weight, need_logits = needs
-    grad, x, weight, logits = grad.contiguous(), x.contiguous(), weight.contiguous(), logits.contiguous()
     constants = tile(samples, rows, inputs, inputs, "BLOCK_I", *kinds(x, low))
     shared = {
-        "grad_ptr": grad, "weight_ptr": weight, "logits_ptr": logits, "first_sample": first, "samples": samples,
-        "rows": rows, "OUT": outputs, "IN": inputs, **seed_args(seed),
+        "grad_ptr": grad.contiguous(), "first_sample": first, "samples": samples, "rows": rows,
+        **weight_args(weight, logits, seed),
     }  # fmt: skip
     with guard(x):
         if need_x:
-            grid = programs(samples, rows, inputs, constants, "BLOCK_I")
-            backward_x_kernel[grid](dx_ptr=found[0], **shared, **constants, **EXACT_OPTIONS)
+            each = programs(samples, rows, inputs, constants, "BLOCK_I")
+            backward_x_kernel[(layers * each,)](
+                dx_ptr=found[0], programs=each, **shared, **constants, **EXACT_OPTIONS
+            )  # fmt: skip
         if need_weight or need_logits:
-            small, options = weight_tile(constants, tau == 1.0)
-            grid = (triton.cdiv(outputs, small["BLOCK_O"]) * triton.cdiv(inputs, small["BLOCK_I"]),)
-            backward_weight_kernel[grid](
-                x_ptr=x, dweight_ptr=found[1] if need_weight else None, dlogits_ptr=found[2] if need_logits else None,
-                tau=tau, AT_ONE=tau == 1.0, **shared, **small, **options,
+            small, options = weight_tile(constants, tau == 1.0, layers)
+            each = triton.cdiv(outputs, small["BLOCK_O"]) * triton.cdiv(inputs, small["BLOCK_I"])
+            dense, x_step = each_contiguous(x, layers)
+            backward_weight_kernel[(layers * each,)](
+                x_ptr=dense, x_step=x_step, dweight_ptr=found[1] if need_weight else None,
+                dlogits_ptr=found[2] if need_logits else None, tau=tau, AT_ONE=tau == 1.0, programs=each, **shared,
+                **small, **options,
             )  # fmt: skip
     return found
 
@@ -336,28 +400,32 @@ def masked_linear_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """With few rows and a word a weight, with many rows in quads, and where programs are few; of 16 bits the second
-    reads fp32, as under autocast."""
+    """With few rows and a word a weight, with many rows in quads, of one layer and of several, and where programs are
+    few; of 16 bits the second reads fp32, as under autocast."""
     on_amd = {"PRECISION": IEEE}
     found = []
-    for samples, rows, inputs, columns in ((3, 5, 33, 10_000), (4, 64, 64, 10_000), (4, 32, 400, 400)):
+    for samples, rows, inputs, columns, layers in (
+        (3, 5, 33, 10_000, 1), (4, 64, 64, 10_000, 1), (4, 64, 64, 10_000, 8), (4, 32, 400, 400, 1),
+    ):  # fmt: skip
         quads = inputs % 4 == 0
-        case = f"rows{rows}"
+        case = f"rows{rows}" if layers == 1 else f"layers{layers}"
         p, low = dtype.wide_pointer if rows == 64 else dtype.pointer, dtype.pointer
         own = dtype.element, dtype.element, dtype.compute, TF32_THRICE if dtype.name == "fp32" else IEEE
         sizes = {block: tile(samples, rows, inputs, columns, block, *own) for block in ("BLOCK_O", "BLOCK_I")}
-        shared = {"weight_ptr": p, "logits_ptr": p, "seed_ptr": "*i64" if quads else None}
+        shared = {"weight_ptr": p, "logits_ptr": p, "seed_ptr": "*i64" if quads else None, "LAYERS": layers > 1}
         forward = {**shared, **sizes["BLOCK_O"], "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": low}
         backward_x = {**shared, **sizes["BLOCK_I"], "grad_ptr": low, "dx_ptr": p}
         fewer = {**on_amd, "BLOCK_S": min(forward["BLOCK_S"], ROWS // forward["BLOCK_R"])}
         found.append(Specialisation(forward_kernel, forward, forward_options(forward), case, fewer))
         found.append(Specialisation(backward_x_kernel, backward_x, EXACT_OPTIONS, case, on_amd))
         for at_one in (True, False) if columns > 400 else ():
-            sizes_of_weight, options = weight_tile(sizes["BLOCK_I"], at_one)
+            sizes_of_weight, options = weight_tile(sizes["BLOCK_I"], at_one, layers)
             values = {
                 **shared, **sizes_of_weight, "grad_ptr": low, "x_ptr": p, "dlogits_ptr": p,
                 "dweight_ptr": p if quads == at_one else None, "AT_ONE": at_one,
             }  # fmt: skip
             named = f"{case}-{'one' if at_one else 'any'}"
-            found.append(Specialisation(backward_weight_kernel, values, options, named, on_amd))
+            warps = FEWER_ON_AMD if layers > 1 and options == FEWER_WARPS else options
+            weight_on_amd = {**on_amd, "num_warps": warps["num_warps"]}
+            found.append(Specialisation(backward_weight_kernel, values, options, named, weight_on_amd))
     return found

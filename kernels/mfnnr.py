@@ -23,6 +23,7 @@ from fastmod.kernels._stack import SLOPE, accumulate, finish, kind, sum_of, weig
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
+from fastmod.ops._autograd import one_by_one
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.mfnnr import BATCH_TILE, NO_PENALTY, saved_rows
 from fastmod.ops.multiplex import MODES
@@ -237,6 +238,9 @@ def mfnnr_forward(
     if smfr.fits(x, layers):
         found = smfr.stack_forward(x, layers, tau_value, mode, context, threshold, save, low)
         return found.outs[0], found.penalty, found.logits[0], found.gates[0], found.saved[0]
+    if route[0].dim() > 2:  # many nets: copy by copy
+        arguments = x, route, update, tau, tau_value, seed, mode, context, threshold, save, low
+        return one_by_one(mfnnr_forward, route[0].shape[0], *arguments)
     *lead, m, d = x.shape
     n = route[-1].shape[0] // m
     batch = x.shape[:-2].numel()
@@ -345,7 +349,10 @@ def mfnnr_backward(
             grad_out, grad_penalty, x, layers, tau_value, mode, context, threshold, [], [saved], need_x, need_params,
             low,
         )  # fmt: skip
-        return [found.x, *(found.taus or [multiplex.zero_tau(x)]), *found.params]
+        return [found.x, *(found.taus or [multiplex.zero_tau(x, layers[0].nets)]), *found.params]
+    if route[0].dim() > 2:
+        own = grad_out, grad_penalty, x, route, update, tau, tau_value, seed, mode, context, threshold, saved
+        return one_by_one(mfnnr_backward, route[0].shape[0], *own, need_x, need_params, low)
     batch = x.shape[:-2].numel()
     m, d = x.shape[-2:]
     n = route[-1].shape[0] // m

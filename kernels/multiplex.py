@@ -72,9 +72,10 @@ def launch_forward(
     more: int = 0,
     copies: int = 1,
     dtype: tl.dtype | None = None,
+    of_logits: tl.dtype | None = None,
 ) -> Tensor | None:
     """``out [B, N, D]`` from contiguous ``blocks [B, M, D]``, ``logits [B, M, N]``; returns the penalty's partials,
-    with room for ``more`` of them. ``dtype``: what the blocks count as, if not their own."""
+    with room for ``more`` of them. ``dtype``: what the blocks count as, if not their own; ``of_logits``: logits."""
     batch, m, d = blocks.shape[0] // copies, *blocks.shape[1:]
     n = logits.shape[-1]
     wide = compute_type(blocks)
@@ -84,7 +85,7 @@ def launch_forward(
     arguments = {
         "blocks_ptr": blocks, "logits_ptr": logits, "out_ptr": out, "copy_ptr": copy, "partials_ptr": partials,
         "threshold": threshold, "B": batch, "M": m, "N": n, "D": d, "PENALTY": penalty,
-        "DT": dtype or TRITON_TYPES[blocks.dtype], "CT": wide,
+        "LT": of_logits or TRITON_TYPES[logits.dtype], "DT": dtype or TRITON_TYPES[blocks.dtype], "CT": wide,
         **routing_args(tau, tau_value, seed, mode), **steps(tau, seed),
     }  # fmt: skip
     with guard(blocks):
@@ -109,6 +110,7 @@ def launch_backward_logits(
     need_weights: bool = True,
     copies: int = 1,
     dtype: tl.dtype | None = None,
+    of_logits: tl.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of the logits ``[B, M, N]``, the weights ``[B, M, N]`` in the compute dtype, parts of the gradient of
     tau."""
@@ -124,8 +126,8 @@ def launch_backward_logits(
         backward_logits_kernel[(programs, copies)](
             grad_ptr=grad, blocks_ptr=blocks, logits_ptr=logits, dlogits_ptr=dlogits, weights_ptr=weights,
             dtau_ptr=partials, grad_penalty_ptr=grad_penalty, threshold=threshold, B=batch, M=m, N=n, D=d,
-            DT=dtype or TRITON_TYPES[blocks.dtype], CT=wide, **routing_args(tau, tau_value, seed, mode),
-            **steps(tau, seed), **tile, **OPTIONS,
+            LT=of_logits or TRITON_TYPES[logits.dtype], DT=dtype or TRITON_TYPES[blocks.dtype], CT=wide,
+            **routing_args(tau, tau_value, seed, mode), **steps(tau, seed), **tile, **OPTIONS,
         )  # fmt: skip
     return dlogits, weights, partials
 
@@ -155,6 +157,7 @@ def launch_tiled_backward(
     mode: int,
     tile: dict[str, Any],
     copies: int,
+    low: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Write ``dblocks [B, M, D]``; the gradient of the logits ``[B, M, N]`` and parts ``[copies, programs]`` of that of
     tau, which take a launch more to be added up: in Triton no program knows that it is the last."""
@@ -166,7 +169,8 @@ def launch_tiled_backward(
     with guard(blocks):
         tiled_backward_kernel[(programs, copies)](
             grad_ptr=grad, blocks_ptr=blocks, logits_ptr=logits, dblocks_ptr=dblocks, dlogits_ptr=dlogits,
-            dtau_ptr=partials, B=batch, M=m, N=logits.shape[-1], D=d, CT=compute_type(blocks),
+            dtau_ptr=partials, B=batch, M=m, N=logits.shape[-1], D=d, LT=TRITON_TYPES[low or logits.dtype],
+            DT=TRITON_TYPES[low or blocks.dtype], CT=compute_type(blocks),
             **routing_args(tau, tau_value, seed, mode), **steps(tau, seed), **tile,
         )  # fmt: skip
     return dlogits, partials
@@ -178,16 +182,24 @@ def zero_tau(like: Tensor, copies: Sequence[int] = ()) -> Tensor:
 
 
 def multiplex_forward(
-    blocks: Tensor, logits: Tensor, tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int
+    blocks: Tensor,
+    logits: Tensor,
+    tau: Tensor | None,
+    tau_value: float,
+    seed: Tensor | None,
+    mode: int,
+    low: torch.dtype | None = None,
 ) -> Tensor:
     """blocks ``[..., M, D]``, logits ``[..., M, N]`` -> ``[..., N, D]``; of many copies one launch."""
     out = torch.empty(
-        (*blocks.shape[:-2], logits.shape[-1], blocks.shape[-1]), dtype=blocks.dtype, device=blocks.device
+        (*blocks.shape[:-2], logits.shape[-1], blocks.shape[-1]), dtype=low or blocks.dtype, device=blocks.device
     )
     if out.numel() == 0:
         return out
-    many = copies_of(tau, seed).numel()
-    launch_forward(flat(blocks), flat(logits), out, tau, tau_value, seed, mode, copies=many)
+    many, counts_as = copies_of(tau, seed).numel(), TRITON_TYPES[low] if low else None
+    launch_forward(
+        flat(blocks), flat(logits), out, tau, tau_value, seed, mode, copies=many, dtype=counts_as, of_logits=counts_as
+    )  # fmt: skip
     return out
 
 
@@ -199,6 +211,7 @@ def multiplex_backward(
     tau_value: float,
     seed: Tensor | None,
     mode: int,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad ``[..., N, D]`` -> gradients of blocks, logits and tau (0-d or one a copy, compute dtype; zero without a tau
     tensor)."""
@@ -213,9 +226,12 @@ def multiplex_backward(
     routing = tau, tau_value, seed, mode
     tile = tile_of(batch // many, m, own.shape[-1], d, compute_type(x), many)
     if tile is not None:
-        dlogits, partials = launch_tiled_backward(g, x, own, dblocks, *routing, tile, many)
+        dlogits, partials = launch_tiled_backward(g, x, own, dblocks, *routing, tile, many, low)
     else:
-        dlogits, weights, partials = launch_backward_logits(g, x, own, *routing, copies=many)
+        counts_as = TRITON_TYPES[low] if low else None
+        dlogits, weights, partials = launch_backward_logits(
+            g, x, own, *routing, copies=many, dtype=counts_as, of_logits=counts_as
+        )
         assert weights is not None
         launch_backward_blocks(weights, g, None, dblocks)
     dtau = zero_tau(blocks, copies) if partials is None else partials.sum(1).view(copies)
@@ -232,7 +248,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
     """Tiles of the papers' shapes, of which one copies logits and adds the penalty as an MFNNR does and one is of many
-    copies, and rows of the largest."""
+    copies, and rows of the largest. Of 16 bits some read fp32, as under autocast."""
     p, w = dtype.pointer, dtype.wide_pointer
     found = []
     tiled = [(8, 8, 10, "gumbel"), (16, 16, 32, "softmax"), (5, 4, 196, "argmax"), (30, 30, 7, "gumbel")]
@@ -245,12 +261,14 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         tile = tile_of(4096, m, n, d, dtype.compute, 8 if m == 16 else 1)
         assert tile is not None
         options = {name: tile.pop(name) for name in OPTIONS}
+        routing |= {"LT": dtype.element, "DT": dtype.element}
+        q = p if mode == "argmax" else w
         forward = {
-            "blocks_ptr": p, "logits_ptr": p, "out_ptr": p, "copy_ptr": p if inside else None,
-            "partials_ptr": w if inside else None, "PENALTY": inside, "DT": dtype.element, **routing, **tile,
+            "blocks_ptr": q, "logits_ptr": q, "out_ptr": p, "copy_ptr": p if inside else None,
+            "partials_ptr": w if inside else None, "PENALTY": inside, **routing, **tile,
         }  # fmt: skip
         backward = {
-            "grad_ptr": p, "blocks_ptr": p, "logits_ptr": p, "dblocks_ptr": p, "dlogits_ptr": p,
+            "grad_ptr": p, "blocks_ptr": q, "logits_ptr": q, "dblocks_ptr": q, "dlogits_ptr": q,
             "dtau_ptr": w if inside else None, **routing, **tile,
         }  # fmt: skip
         found.append(Specialisation(tiled_forward_kernel, forward, options, f"M{m}-N{n}-D{d}"))
@@ -261,7 +279,9 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             "tau_ptr": "*fp32" if inside else None, "seed_ptr": "*i64" if inside else None,
             "MODE": MODES["gumbel" if inside else "softmax"],
         }  # fmt: skip
-        shared = {**row_tile(d, dtype.compute), "DT": dtype.element, "CT": dtype.compute, **routing}
+        shared = {
+            **row_tile(d, dtype.compute), "LT": dtype.element, "DT": dtype.element, "CT": dtype.compute, **routing,
+        }  # fmt: skip
         forward = {
             "blocks_ptr": p, "logits_ptr": p, "out_ptr": p, "copy_ptr": p if inside else None,
             "partials_ptr": w if inside else None, "PENALTY": inside, **shared,

@@ -1,4 +1,5 @@
-"""Triton kernels and launchers of ``smfr``: a stack of MFNNRs in four launches a step, whatever its depth.
+"""Triton kernels and launchers of ``smfr``: a stack of MFNNRs in four launches a step, whatever its depth, and many
+nets' in the same four.
 
 A program takes BLOCK_B rows through all layers. What passes from step to step goes through memory that this program
 alone reads and writes, so that a barrier is enough; the backward wants most of it anyway. Layers are a loop, not
@@ -23,6 +24,7 @@ from fastmod.kernels._common import GUMBEL, OPTIONS, guard
 from fastmod.kernels._images import IEEE, TF32_THRICE
 from fastmod.kernels._stack import (
     Layer,
+    Place,
     copy_rows,
     counts_of,
     fits,
@@ -30,6 +32,7 @@ from fastmod.kernels._stack import (
     fnn_backward,
     layers_of,
     mix,
+    net_and_rows,
     number_at,
     numbers_of,
     offset_at,
@@ -74,23 +77,28 @@ STACK_OPTIONS = NVIDIA_OPTIONS if torch.version.hip is None else AMD_OPTIONS
 @triton.jit(do_not_specialize=["B"])
 def forward_kernel(
     pointers, table_ptr, x_ptr, rounded_ptr, weights_ptr, partials_ptr, tau_value: tl.float64, threshold: tl.float64,
-    B: tl.int64, NUMBERS: tl.constexpr, DEPTH: tl.constexpr, ROOM: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr,
-    UPDATE: tl.constexpr, CONTEXT: tl.constexpr,
+    B: tl.int64, NUMBERS: tl.constexpr, STEPS: tl.constexpr, SHARED: tl.constexpr, DEPTH: tl.constexpr,
+    ROOM: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr, CONTEXT: tl.constexpr,
     MODE: tl.constexpr, PENALTY: tl.constexpr, TAU: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_B rows through DEPTH layers. TAU: dtype of the temperatures, or None. ROOM: numbers of a row at
     ``weights_ptr``, those of the layer that has most. Parameters lie as PT; they and blocks count as DT, to which x is
-    first rounded if ``rounded_ptr`` is given."""
-    pid = tl.program_id(0).to(tl.int64)
-    first = pid * BLOCK_B
+    first rounded if ``rounded_ptr`` is given. STEPS: see `write_table`; SHARED: all nets have one x."""
+    net, first = net_and_rows(B, BLOCK_B, STEPS)
     rows = first + tl.arange(0, BLOCK_B)
     mask = rows < B
+    pid = tl.program_id(0).to(tl.int64)
     table_ptr += pid * (len(pointers) + len(NUMBERS))
-    write_table(table_ptr, pointers, NUMBERS)
+    write_table(table_ptr, pointers, net, B, NUMBERS, STEPS)
+    if STEPS is not None:
+        weights_ptr += (pid * BLOCK_B - first) * ROOM
     if rounded_ptr is not None:
-        copy_rows(x_ptr, rounded_ptr, rows, mask, number_at(table_ptr + len(pointers), 0) * D, BLOCK_O, CT)
+        size = number_at(table_ptr + len(pointers), 0) * D
+        copy_rows(
+            x_ptr if SHARED else x_ptr + net * B * size, rounded_ptr + net * B * size, rows, mask, size, BLOCK_O, CT
+        )
         tl.debug_barrier()
     limit = tl.full([], threshold, CT)
     of_logits = tl.zeros([BLOCK_S], CT)
@@ -127,36 +135,52 @@ def forward_kernel(
             of_gates += gate_rows(
                 routed_ptr, new_ptr, new_ptr + n * D, pointer_at(own_ptr, 4, DT), pointer_at(own_ptr, 3, DT), first * n,
                 local, (local < BLOCK_B * n) & (first * n + local < B * n), n * D + n, n * D + n, limit, n, D, PENALTY,
-                BLOCK_D, CT,
+                BLOCK_D, CT, CT,
             )  # fmt: skip
         tl.debug_barrier()
     if PENALTY:
         tl.store(partials_ptr + pid, tl.sum(of_logits, axis=0) + tl.sum(of_gates, axis=0))
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "penalty_step"])
 def backward_kernel(
     pointers, table_ptr, x_ptr, rounded_ptr, grad_out_ptr, grad_penalty_ptr, dx_ptr, grads_ptr, flow_ptr, weights_ptr,
     dtaus_ptr,
-    tau_value: tl.float64, threshold: tl.float64, B: tl.int64, NUMBERS: tl.constexpr, DEPTH: tl.constexpr,
-    ROOM: tl.constexpr, FLOW: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr,
+    tau_value: tl.float64, threshold: tl.float64, B: tl.int64, penalty_step: tl.int64, NUMBERS: tl.constexpr,
+    STEPS: tl.constexpr, SHARED: tl.constexpr, DEPTH: tl.constexpr, ROOM: tl.constexpr, FLOW: tl.constexpr,
+    KEPT: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr,
     CONTEXT: tl.constexpr, MODE: tl.constexpr, TAU: tl.constexpr, PARAMS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Gradients through the activations of BLOCK_B rows, of all layers: what comes out of each linear one is kept at
-    ``grads_ptr`` as the forward keeps its results. ``flow_ptr``: gradients between layers, FLOW numbers a row.
-    PARAMS: pointers of a layer's parameters, and of their gradients if those are wanted."""
-    pid = tl.program_id(0).to(tl.int64)
-    first = pid * BLOCK_B
+    ``grads_ptr`` as the forward keeps its results, KEPT numbers a row. ``flow_ptr``: gradients between layers, FLOW
+    numbers a row. PARAMS: pointers of a layer's parameters, and of their gradients if those are wanted."""
+    net, first = net_and_rows(B, BLOCK_B, STEPS)
     rows = first + tl.arange(0, BLOCK_B)
     mask = rows < B
+    pid = tl.program_id(0).to(tl.int64)
     table_ptr += pid * (len(pointers) + len(NUMBERS))
-    write_table(table_ptr, pointers, NUMBERS)
-    if rounded_ptr is not None:
-        copy_rows(x_ptr, rounded_ptr, rows, mask, number_at(table_ptr + len(pointers), 0) * D, BLOCK_O, CT)
     EXTRA: tl.constexpr = BACKWARD_POINTERS + (MODE == GUMBEL) + 2 * (TAU is not None)
+    write_table(table_ptr, pointers, net, B, NUMBERS, STEPS)
+    of_input = number_at(table_ptr + len(pointers), 0) * D
     size = number_at(table_ptr + len(pointers) + (DEPTH - 1) * (SIZES + ROUTE + UPDATE), 1) * D
+    if STEPS is not None:
+        before = pid * BLOCK_B - first  # rows of the nets before this one, with those that are not there
+        weights_ptr += before * ROOM
+        flow_ptr += before * FLOW
+        grads_ptr += before * KEPT
+        if grad_out_ptr is not None:
+            grad_out_ptr += net * B * size
+        if grad_penalty_ptr is not None:
+            grad_penalty_ptr += net * penalty_step
+        if dx_ptr is not None:
+            dx_ptr += net * B * of_input
+    if rounded_ptr is not None:
+        copy_rows(
+            x_ptr if SHARED else x_ptr + net * B * of_input, rounded_ptr + net * B * of_input, rows, mask, of_input,
+            BLOCK_O, CT,
+        )  # fmt: skip
     copy_rows(grad_out_ptr, flow_ptr + first * (FLOW - size), rows, mask, size, BLOCK_O, CT)
     tl.debug_barrier()
     for back in range(DEPTH):
@@ -176,7 +200,7 @@ def backward_kernel(
                 flow_ptr + first * (FLOW - n * D), saved_ptr + offset_at(sizes_ptr, 4, B), new_ptr, new_ptr + n * D,
                 own_grads_ptr + offset_at(sizes_ptr, 4, B), dnew_ptr, dnew_ptr + n * D, grad_penalty_ptr, first * n,
                 local, (local < BLOCK_B * n) & (first * n + local < B * n), n * D + n, n * D + n,
-                tl.full([], threshold, CT), n, D, BLOCK_D, CT,
+                tl.full([], threshold, CT), n, D, BLOCK_D, CT, CT,
             )  # fmt: skip
         tl.debug_barrier()
         # The update FNN, to the routed blocks and to x.
@@ -229,25 +253,34 @@ def backward_kernel(
             )  # fmt: skip
             tl.debug_barrier()
     if dx_ptr is not None:
-        size = number_at(table_ptr + len(pointers), 0) * D
-        copy_rows(flow_ptr + first * (FLOW - size), dx_ptr, rows, mask, size, BLOCK_O, CT)
+        copy_rows(flow_ptr + first * (FLOW - of_input), dx_ptr, rows, mask, of_input, BLOCK_O, CT)
 
 
-@triton.jit(do_not_specialize=["B", "depth", "linears", "programs"])
+@triton.jit(do_not_specialize=["B", "depth", "linears", "programs", "tiles", "grads_step"])
 def weight_kernel(
     table_ptr, grads_ptr, dtaus_ptr, B: tl.int64, depth: tl.int32, linears: tl.int32, programs: tl.int32,
-    POINTERS: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr, EXTRA: tl.constexpr,
-    PARAMS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
-    PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    tiles: tl.int32, grads_step: tl.int64, COPIES: tl.constexpr, POINTERS: tl.constexpr, ROUTE: tl.constexpr,
+    UPDATE: tl.constexpr, EXTRA: tl.constexpr, PARAMS: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr,
+    DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Grid axis 1: linear layers, and if there are temperatures these as one more; axis 0: tiles of a weight.
+    """Grid axis 1: linear layers, and if there are temperatures these as one more; axis 0: tiles of a weight, of many
+    nets one net's after the other's, whose tables are those of their first programs.
 
     Numbers of a linear layer: outputs, inputs, where in the activations of its layer its inputs begin, how many of them
     do so (the others are x's), where in the gradients of all layers its results are; each but the first two per row.
     """
     linear = tl.program_id(1)
+    tile = tl.program_id(0)
+    PER: tl.constexpr = ROUTE + UPDATE
+    if COPIES:
+        net = (tile // tiles).to(tl.int64)
+        tile = tile % tiles
+        table_ptr += net * programs * (POINTERS + depth * (SIZES + PER + PER * LINEAR_NUMBERS))
+        grads_ptr += net * grads_step
+        if dtaus_ptr is not None:
+            dtaus_ptr += net * programs * depth
     if linear < linears:
-        PER: tl.constexpr = ROUTE + UPDATE
         layer = linear // PER
         place = linear % PER
         own_ptr = table_ptr + layer * (EXTRA + PARAMS)
@@ -260,14 +293,21 @@ def weight_kernel(
         params_ptr = own_ptr + EXTRA + 2 * PER + 2 * place
         weight_gradient(
             grads_ptr + of_grad, pointer_at(own_ptr, 1, CT) + of_input, pointer_at(own_ptr, 0, DT),
-            pointer_at(params_ptr, 0, PT), pointer_at(params_ptr, 1, PT), tl.program_id(0), B, outputs, inputs, kept,
-            BLOCK_O, BLOCK_I, BLOCK_B, PRECISION, DT, CT,
+            pointer_at(params_ptr, 0, PT), pointer_at(params_ptr, 1, PT), tile, B, outputs, inputs, kept, BLOCK_O,
+            BLOCK_I, BLOCK_B, PRECISION, DT, CT,
         )  # fmt: skip
     elif dtaus_ptr is not None:
-        if tl.program_id(0) == 0:
+        if tile == 0:
             for layer in range(depth):
                 own_ptr = table_ptr + layer * (EXTRA + PARAMS)
                 tl.store(pointer_at(own_ptr, EXTRA - 1, CT), sum_of(dtaus_ptr + layer, programs, depth, BLOCK_T, CT))
+
+
+@triton.jit(do_not_specialize=["programs"])
+def penalty_kernel(partials_ptr, penalty_ptr, programs: tl.int32, BLOCK_T: tl.constexpr, CT: tl.constexpr):
+    """A program a net, so that its sum is the same to the bit however many there are."""
+    net = tl.program_id(0).to(tl.int64)
+    tl.store(penalty_ptr + net, sum_of(partials_ptr + net * programs, programs, 1, BLOCK_T, CT))
 
 
 # ---- Launchers
@@ -287,40 +327,44 @@ def stack_forward(
     x: Tensor, layers: Sequence[Layer], tau_value: float, mode: int, context: bool, threshold: float, save: bool,
     low: torch.dtype | None,
 ) -> StackOutput:  # fmt: skip
-    """Of a stack that :func:`fits`."""
-    *lead, _, d = x.shape
+    """Of a stack that :func:`fits`; of many nets in the same two launches."""
+    nets = layers[0].nets
+    d, lead = x.shape[-1], x.shape[:-2]
     wide, dtype = compute_dtype(x), low or x.dtype
-    batch = x.shape[:-2].numel()
-    counts = counts_of(x, layers)
-    pairs = list(pairwise(counts))
+    pairs = list(pairwise(counts_of(x, layers)))
     outs = [x.new_empty((*lead, n, d), dtype=dtype) for _, n in pairs]
     logits = [x.new_empty((*lead, m, n), dtype=dtype) for m, n in pairs]
     gates = [x.new_empty((*lead, n), dtype=dtype) for _, n in pairs]
-    if batch == 0:
-        penalty, nothing = x.new_zeros((), dtype=wide), [x.new_empty(0, dtype=wide) for _ in layers]
-        return StackOutput(outs, penalty, logits, gates, nothing)
+    nothing = [x.new_empty((*nets, 0), dtype=wide) for _ in layers]
+    if lead.numel() == 0:
+        return StackOutput(outs, x.new_zeros(nets, dtype=wide), logits, gates, nothing)
     found = plan(x, layers, mode, context, low)
-    padded = triton.cdiv(batch, BATCH_TILE) * BATCH_TILE
+    padded = triton.cdiv(found.batch, BATCH_TILE) * BATCH_TILE
     # Without `save` it is the workspace of this call.
     saved = [
-        x.new_empty(padded * (sum(layer.widths) + n * d), dtype=wide)
+        x.new_empty((*nets, padded * (sum(layer.widths) + n * d)), dtype=wide)
         for layer, (_, n) in zip(layers, pairs, strict=True)
     ]
-    pointers: list[Tensor] = []
-    for i, layer in enumerate(found.layers):
-        extra = [t for t in (layer.seed, layer.tau) if t is not None]
-        pointers += [outs[i - 1] if i else found.first, saved[i], logits[i], gates[i], outs[i], *extra, *layer.params]
+    places: list[Place] = []
+    for i, params in enumerate(found.params):
+        shown = [found.of_rows(t) for t in (logits[i], gates[i], outs[i])]
+        places += [found.of_rows(outs[i - 1]) if i else found.first, found.of_padded_rows(saved[i]), *shown]
+        places += [*found.seeds[i : i + 1], *found.taus[i : i + 1], *params]
     penalised = threshold != NO_PENALTY
-    partials = x.new_empty(found.programs, dtype=wide) if penalised else None
+    programs = found.copies * found.programs
+    partials = x.new_empty(programs, dtype=wide) if penalised else None
+    penalty = x.new_empty(nets, dtype=wide) if penalised else x.new_zeros(nets, dtype=wide)
     with guard(x):
-        forward_kernel[(found.programs,)](
-            pointers=tuple(pointers), table_ptr=found.table(pointers), x_ptr=found.x, rounded_ptr=found.rounded,
-            weights_ptr=found.scratch(found.room),
-            partials_ptr=partials, tau_value=tau_value, threshold=threshold, B=batch,
-            DEPTH=len(layers), ROOM=found.room, PENALTY=penalised, **found.constants, **STACK_OPTIONS,
+        forward_kernel[(programs,)](
+            weights_ptr=found.scratch(found.room), partials_ptr=partials, tau_value=tau_value, threshold=threshold,
+            PENALTY=penalised, **found.arguments(places), **STACK_OPTIONS,
         )  # fmt: skip
-    penalty = x.new_zeros((), dtype=wide) if partials is None else partials.sum()
-    return StackOutput(outs, penalty, logits, gates, saved if save else [x.new_empty(0, dtype=wide) for _ in layers])
+        if penalised:
+            penalty_kernel[(found.copies,)](
+                partials_ptr=partials, penalty_ptr=penalty, programs=found.programs, CT=found.constants["CT"],
+                BLOCK_T=WEIGHT_TILE["BLOCK_T"], **OPTIONS,
+            )  # fmt: skip
+    return StackOutput(outs, penalty, logits, gates, saved if save else nothing)
 
 
 class StackGrads(NamedTuple):
@@ -345,54 +389,53 @@ def stack_backward(
     low: torch.dtype | None,
 ) -> StackGrads:
     """``inputs``: of every layer but the first."""
-    wide = compute_dtype(x)
-    batch = x.shape[:-2].numel()
+    nets, wide = layers[0].nets, compute_dtype(x)
     grad_penalty = None if threshold == NO_PENALTY else grad_penalty
-    nothing = batch == 0 or (grad_out is None and grad_penalty is None)
+    nothing = x.shape[:-2].numel() == 0 or (grad_out is None and grad_penalty is None)
     made = torch.zeros if nothing else torch.empty
     result = StackGrads(
-        made(x.shape if need_x else (0,), dtype=x.dtype, device=x.device),
-        [made((), dtype=wide, device=x.device) for layer in layers if layer.tau is not None],
+        made(x.shape if need_x else (*nets, 0), dtype=x.dtype, device=x.device),
+        [made(nets, dtype=wide, device=x.device) for layer in layers if layer.tau is not None],
         [made(p.shape, dtype=p.dtype, device=p.device) for layer in layers for p in layer.params if need_params],
     )
     if nothing:
         return result
     found = plan(x, layers, mode, context, low)
-    below = [found.first, *[t.to(low or x.dtype).contiguous() for t in inputs]]
-    pointers: list[Tensor] = []
-    params = iter(result.params)
-    for i, layer in enumerate(found.layers):
-        extra = [] if layer.seed is None else [layer.seed]
-        extra += [] if layer.tau is None else [layer.tau, result.taus[i]]
-        pointers += [below[i], saved[i], *extra, *layer.params]
-        pointers += [next(params) for _ in layer.params if need_params]
+    below = [found.first, *[found.of_rows(t.to(low or x.dtype).contiguous()) for t in inputs]]
+    places: list[Place] = []
+    grads_of_params = iter(result.params)
+    for i, params in enumerate(found.params):
+        places += [below[i], found.of_padded_rows(saved[i].contiguous()), *found.seeds[i : i + 1]]
+        places += [*found.taus[i : i + 1], *[found.of_nets(t) for t in result.taus[i : i + 1]], *params]
+        places += [found.of_nets(next(grads_of_params)) for _ in params if need_params]
     d, programs, linears = x.shape[-1], found.programs, sum(len(layer.widths) for layer in layers)
-    table, flow = found.table(pointers), max(found.counts) * d
-    grads = found.scratch(sum(sum(layer.widths) + n * d for layer, n in zip(layers, found.counts[1:], strict=True)))
-    dtaus = x.new_empty(programs * len(layers), dtype=wide) if result.taus else None
-    per_layer = len(layers[0].params)
-    of_params = (2 if need_params else 1) * per_layer
+    flow = max(found.counts) * d
+    kept = sum(sum(layer.widths) + n * d for layer, n in zip(layers, found.counts[1:], strict=True))
+    grads = found.scratch(kept)
+    dtaus = x.new_empty(found.copies * programs * len(layers), dtype=wide) if result.taus else None
+    of_params = (2 if need_params else 1) * len(layers[0].params)
+    arguments = found.arguments(places)
     with guard(x):
-        backward_kernel[(programs,)](
-            pointers=tuple(pointers), table_ptr=table, x_ptr=found.x, rounded_ptr=found.rounded,
+        backward_kernel[(found.copies * programs,)](
             grad_out_ptr=None if grad_out is None else grad_out.contiguous(),
-            grad_penalty_ptr=grad_penalty, dx_ptr=result.x if need_x else None, grads_ptr=grads,
-            flow_ptr=found.scratch(flow), weights_ptr=found.scratch(found.room), dtaus_ptr=dtaus, tau_value=tau_value,
-            threshold=threshold, B=batch, DEPTH=len(layers), ROOM=found.room, FLOW=flow, PARAMS=of_params,
-            **found.constants, **STACK_OPTIONS,
+            grad_penalty_ptr=grad_penalty, penalty_step=0 if grad_penalty is None else sum(grad_penalty.stride()),
+            dx_ptr=result.x if need_x else None, grads_ptr=grads, flow_ptr=found.scratch(flow),
+            weights_ptr=found.scratch(found.room), dtaus_ptr=dtaus, tau_value=tau_value, threshold=threshold,
+            FLOW=flow, KEPT=kept, PARAMS=of_params, **arguments, **STACK_OPTIONS,
         )  # fmt: skip
         if need_params or dtaus is not None:
             tiles = [
-                triton.cdiv(p.shape[0], WEIGHT_TILE["BLOCK_O"]) * triton.cdiv(p.shape[1], WEIGHT_TILE["BLOCK_I"])
+                triton.cdiv(p.shape[-2], WEIGHT_TILE["BLOCK_O"]) * triton.cdiv(p.shape[-1], WEIGHT_TILE["BLOCK_I"])
                 for layer in layers
                 for p in layer.params[::2]
             ]
-            kept = {name: found.constants[name] for name in ("ROUTE", "UPDATE", "PRECISION", "PT", "DT", "CT")}
-            rows = linears if need_params else 0
-            weight_kernel[(max(tiles) if need_params else 1, rows + (dtaus is not None))](
-                table_ptr=table, grads_ptr=grads, dtaus_ptr=dtaus, B=batch, depth=len(layers), linears=rows,
-                programs=programs, POINTERS=len(pointers), EXTRA=len(pointers) // len(layers) - of_params,
-                PARAMS=of_params, **kept, **WEIGHT_TILE, **OPTIONS,
+            most, rows = (max(tiles), linears) if need_params else (1, 0)
+            same = {name: found.constants[name] for name in ("ROUTE", "UPDATE", "PRECISION", "PT", "DT", "CT")}
+            weight_kernel[(found.copies * most, rows + (dtaus is not None))](
+                table_ptr=arguments["table_ptr"], grads_ptr=grads, dtaus_ptr=dtaus, B=found.batch, depth=len(layers),
+                linears=rows, programs=programs, tiles=most, grads_step=grads.numel() // found.copies,
+                COPIES=found.copies > 1, POINTERS=len(places), EXTRA=len(places) // len(layers) - of_params,
+                PARAMS=of_params, **same, **WEIGHT_TILE, **OPTIONS,
             )  # fmt: skip
     return result
 
@@ -473,21 +516,22 @@ def smfr_backward(
 # ---- What `fastmod compile` builds of this file, and the tests check
 
 
-#: Name -> blocks in and out of the layers, D, hidden widths, mode, context.
+#: Name -> blocks in and out of the layers, D, hidden widths, mode, context, nets.
 COMPILED: dict[str, Any] = {
-    "D10": ((6, 8, 8, 8, 5), 10, (100,), "softmax", True),
-    "D32": ((16, 16), 32, (128, 128, 128), "gumbel", False),
+    "D10": ((6, 8, 8, 8, 5), 10, (100,), "softmax", True, 1),
+    "D32": ((16, 16), 32, (128, 128, 128), "gumbel", False, 1),
+    "copies": ((6, 8, 5), 10, (100,), "gumbel", True, 8),
 }
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Of 16 bits the second case reads fp32, as under autocast."""
+    """Of 16 bits those with noise read fp32, as under autocast."""
     if dtype.name == "fp64":  # see `fits`
         return []
     p, w = dtype.pointer, dtype.wide_pointer
     stack_on_amd = {"PRECISION": IEEE, "num_warps": AMD_OPTIONS["num_warps"], "maxnreg": None}
     found = []
-    for case, (counts, d, hidden, mode, context) in COMPILED.items():
+    for case, (counts, d, hidden, mode, context, nets) in COMPILED.items():
         x = torch.empty(1, counts[0], d, device="meta")
 
         def fnn(inputs: int, outputs: int, hidden: Sequence[int] = hidden) -> list[Tensor]:
@@ -503,25 +547,27 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         q = w if gumbel else p  # of the parameters
         params, extra = len(layers[0].params), ["*i64", "*fp32"] if gumbel else []
         shared = {
-            "table_ptr": "*i64", "weights_ptr": w, "NUMBERS": numbers_of(x, layers, context), "D": d,
-            "DEPTH": len(layers), "ROOM": max(m * n for m, n in pairwise(counts)),
+            "table_ptr": "*i64", "weights_ptr": w, "NUMBERS": numbers_of(x, layers, context), "SHARED": nets > 1,
+            "D": d, "DEPTH": len(layers), "ROOM": max(m * n for m, n in pairwise(counts)),
             "ROUTE": len(hidden) + 1, "UPDATE": len(hidden) + 1, "CONTEXT": context, "MODE": MODES[mode],
             "TAU": tl.float32 if gumbel else None, **tile(counts, d),
             "PRECISION": TF32_THRICE, "PT": dtype.compute if gumbel else dtype.element, "DT": dtype.element,
             "CT": dtype.compute, "x_ptr": q, "rounded_ptr": p if q != p else None,
         }  # fmt: skip
+        pointers = (p, w, p, p, p, *extra, *[q] * params) * len(layers)
         forward = {
-            **shared, "pointers": (p, w, p, p, p, *extra, *[q] * params) * len(layers), "partials_ptr": w,
+            **shared, "pointers": pointers, "STEPS": some_steps(len(pointers), nets), "partials_ptr": w,
             "PENALTY": True,
         }  # fmt: skip
         pointers = (p, w, *extra, *([w] if gumbel else []), *[q] * (2 * params)) * len(layers)
         backward = {
-            **shared, "pointers": pointers, "grad_out_ptr": p, "grad_penalty_ptr": w, "dx_ptr": q, "grads_ptr": w,
-            "flow_ptr": w, "dtaus_ptr": w if gumbel else None, "FLOW": max(counts) * d, "PARAMS": 2 * params,
+            **shared, "pointers": pointers, "STEPS": some_steps(len(pointers), nets), "grad_out_ptr": p,
+            "grad_penalty_ptr": w, "dx_ptr": q, "grads_ptr": w, "flow_ptr": w, "dtaus_ptr": w if gumbel else None,
+            "FLOW": max(counts) * d, "KEPT": sum(sum(layer.widths) for layer in layers), "PARAMS": 2 * params,
         }  # fmt: skip
         kept = {name: shared[name] for name in ("table_ptr", "ROUTE", "UPDATE", "PRECISION", "PT", "DT", "CT")}
         weight = {
-            **kept, "grads_ptr": w, "dtaus_ptr": w if gumbel else None, "POINTERS": len(pointers),
+            **kept, "grads_ptr": w, "dtaus_ptr": w if gumbel else None, "COPIES": nets > 1, "POINTERS": len(pointers),
             "EXTRA": len(pointers) // len(layers) - 2 * params, "PARAMS": 2 * params, **WEIGHT_TILE,
         }  # fmt: skip
         found += [
@@ -529,4 +575,10 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             Specialisation(backward_kernel, backward, NVIDIA_OPTIONS, case, stack_on_amd),
             Specialisation(weight_kernel, weight, OPTIONS, case, {"PRECISION": IEEE}),
         ]
-    return found
+    sums = {"partials_ptr": w, "penalty_ptr": w, "BLOCK_T": WEIGHT_TILE["BLOCK_T"], "CT": dtype.compute}
+    return [*found, Specialisation(penalty_kernel, sums, OPTIONS)]
+
+
+def some_steps(pointers: int, nets: int) -> tuple[tuple[int, ...], ...] | None:
+    """The code is the same for any that are not 0."""
+    return tuple((4 * i, 4, 4) for i in range(1, 1 + pointers)) if nets > 1 else None

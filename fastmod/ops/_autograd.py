@@ -45,11 +45,6 @@ def define(
     return kernels[0], kernels[1]
 
 
-def in_triton(kernel: Any) -> bool:
-    """Whether a kernel is the second of its pair."""
-    return bool(kernel.namespace == NAMESPACES[1])
-
-
 class Op(torch.autograd.Function):
     """Base of the ops: ``forward(*arguments)``, ``setup_context`` and ``backward``, fit for ``torch.func``."""
 
@@ -222,11 +217,21 @@ def by_elements(overload: Any) -> Rule:
     """The rule that always holds: one call per element, so that an element finds its noise as it would alone."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        parts = [elements(a, d, info.batch_size) for a, d in zip(arguments, in_dims, strict=True)]
-        found = _stacked([overload(*each) for each in zip(*parts, strict=True)])
+        found = _each(overload, info.batch_size, in_dims, arguments)
         return found, _in_front_of(found)
 
     return rule
+
+
+def one_by_one(function: Callable[..., Any], count: int, *arguments: Any) -> Any:
+    """For kernels that cannot take many nets at once: one call for each of ``count``, which are in front of every
+    tensor, and so of the results."""
+    return _each(function, count, [_in_front_of(a) for a in arguments], arguments)
+
+
+def _each(function: Callable[..., Any], count: int, dims: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    parts = [elements(a, d, count) for a, d in zip(arguments, dims, strict=True)]
+    return _stacked([function(*each) for each in zip(*parts, strict=True)])
 
 
 def _stacked(results: Sequence[Any]) -> Any:
@@ -236,13 +241,15 @@ def _stacked(results: Sequence[Any]) -> Any:
 
 
 def _in_front_of(found: Any) -> Any:
-    """The dimension of the batch, 0, for every tensor of a result."""
-    return 0 if isinstance(found, Tensor) else type(found)(map(_in_front_of, found))
+    """The dimension of the batch, 0, for every tensor."""
+    if isinstance(found, (list, tuple)):
+        return type(found)(map(_in_front_of, found))
+    return 0 if isinstance(found, Tensor) else None
 
 
 def over_copies(overload: Any, params: int) -> Rule:
     """The rule of a kernel that takes the parameters of many nets at once, if they, and every other tensor, have the
-    copies in front: one call for all. In Triton, and where there are copies already, one a copy.
+    copies in front: one call for all. Where there are copies already, one a copy.
 
     Args:
         params: which argument is the list of parameters; the first of them is a weight ``[out, in]``.
@@ -253,7 +260,7 @@ def over_copies(overload: Any, params: int) -> Rule:
         dims = in_dims[params]
         first = dims[0] if isinstance(dims, (list, tuple)) else dims
         nested = arguments[params][0].dim() > (2 if first is None else 3)
-        if nested or in_triton(overload):
+        if nested:
             return loop(info, in_dims, *arguments)
         found = overload(*[with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)])
         return found, _in_front_of(found)

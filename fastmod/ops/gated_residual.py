@@ -27,9 +27,12 @@ def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
         with backend.reference_autocast(x, new, gate) as (x, new, gate):
             return reference(x, new, gate)
     try:
+        low, triton = None, chosen == "triton"
         if backend.autocast_enabled(x.device.type):
-            x, new, gate = backend.lowered(x, new, gate)
-        return _run(chosen == "triton", x, new, gate)
+            low = backend.rounded_by_kernel(x, new, gate, alike=False) if triton else None
+            if low is None:
+                x, new, gate = backend.lowered(x, new, gate)
+        return _run(triton, x, new, gate) if low is None else _run(triton, x, new, gate, low)
     except Exception:
         _check(x, new, gate)
         raise
@@ -45,32 +48,39 @@ def _check(x: Tensor, new: Tensor, gate: Tensor) -> None:
     _checks.exact_shape("gate", gate, x.shape[:-1], "[..., N], the shape of x without D")
 
 
-def reference(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
+def reference(x: Tensor, new: Tensor, gate: Tensor, low: torch.dtype | None = None) -> Tensor:
     """Plain PyTorch; reduced precision is computed in fp32."""
+    x, new, gate = _checks.in_dtype(low, x, new, gate)
     wide = _checks.compute_dtype(x)
     logit = gate.to(wide).unsqueeze(-1)
     # sigmoid(-t) is 1 - sigmoid(t) without the cancellation.
     return (torch.sigmoid(logit) * new.to(wide) + torch.sigmoid(-logit) * x.to(wide)).to(x.dtype)
 
 
-def fake_forward(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
+def fake_forward(x: Tensor, new: Tensor, gate: Tensor, low: torch.dtype | None = None) -> Tensor:
     _checks.one_device(x, new, gate)
-    return x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=low or x.dtype)
 
 
-def fake_backward(grad: Tensor, x: Tensor, new: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fake_backward(
+    grad: Tensor, x: Tensor, new: Tensor, gate: Tensor, low: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), new.new_empty(new.shape), gate.new_empty(gate.shape)
 
 
+#: Of Triton's kernels: as `low` of ``mfnnr``, of tensors that are each of that dtype or of fp32.
+LOW = "ScalarType? low=None"
 FORWARD = _autograd.define(
     "gated_residual_forward(Tensor x, Tensor new, Tensor gate) -> Tensor",
     fake_forward,
     lambda overload: _autograd.folded(overload, 3),
+    LOW,
 )
 BACKWARD = _autograd.define(
     "gated_residual_backward(Tensor grad, Tensor x, Tensor new, Tensor gate) -> (Tensor, Tensor, Tensor)",
     fake_backward,
     lambda overload: _autograd.folded(overload, 4),
+    LOW,
 )
 
 _run = _autograd.from_kernels("GatedResidual", FORWARD, BACKWARD, reference, 3)

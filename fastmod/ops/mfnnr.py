@@ -396,7 +396,7 @@ def with_gradient(
 def _node(numbers: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, ...]:
     """``(out, penalty, logits, gate)``"""
     if _autograd.pure():
-        copies = not numbers[0] and _autograd.maps_copies(inputs[3:])
+        copies = _autograd.maps_copies(inputs[3:])
         return (MfnnrOfCopies if copies else Mfnnr).apply(numbers, *inputs)[:4]
     shown: list[Tensor] = []
     return *_at_once((*numbers, shown), *inputs), *shown

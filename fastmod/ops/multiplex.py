@@ -46,9 +46,12 @@ def multiplex(
         with backend.reference_autocast(blocks, logits) as (blocks, logits):
             return reference(blocks, logits, tau_tensor, tau_value, seed_value, code)
     try:
+        low, triton = None, chosen == "triton"
         if backend.autocast_enabled(blocks.device.type):
-            blocks, logits = backend.lowered(blocks, logits)
-        return _run(blocks, logits, tau_tensor, tau_value, seed_value, code, chosen == "triton")
+            low = backend.rounded_by_kernel(blocks, logits) if triton else None
+            if low is None:
+                blocks, logits = backend.lowered(blocks, logits)
+        return _run(blocks, logits, tau_tensor, tau_value, seed_value, code, triton, low)
     except Exception:
         _check(blocks, logits)
         raise
@@ -118,10 +121,16 @@ def reference(
 
 
 def fake_forward(
-    blocks: Tensor, logits: Tensor, tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int
+    blocks: Tensor,
+    logits: Tensor,
+    tau: Tensor | None,
+    tau_value: float,
+    seed: Tensor | None,
+    mode: int,
+    low: torch.dtype | None = None,
 ) -> Tensor:
     _checks.one_device(blocks, logits, tau)
-    return blocks.new_empty(*blocks.shape[:-2], logits.shape[-1], blocks.shape[-1])
+    return blocks.new_empty(*blocks.shape[:-2], logits.shape[-1], blocks.shape[-1], dtype=low or blocks.dtype)
 
 
 def fake_backward(
@@ -132,6 +141,7 @@ def fake_backward(
     tau_value: float,
     seed: Tensor | None,
     mode: int,
+    low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _checks.compute_dtype(blocks)
     return (
@@ -153,9 +163,10 @@ def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
     fold, loop = _autograd.folded(overload, tensors), _autograd.by_elements(overload)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        tau, _, _, mode = arguments[tensors:]
+        tau, _, _, mode, *_ = arguments[tensors:]
         apart = mode == MODES["gumbel"] or _autograd.batched(in_dims[tensors]) or (keep_tau and tau is not None)
-        pairs = zip(arguments[tensors::2], in_dims[tensors::2], strict=True)  # tau and seed
+        numbers = slice(tensors, tensors + 3, 2)  # tau and seed
+        pairs = zip(arguments[numbers], in_dims[numbers], strict=True)
         one = all(t is None or t.dim() == _autograd.batched(dim) for t, dim in pairs)
         if apart and one:
             fronts = [_autograd.with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)]
@@ -168,16 +179,20 @@ def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
     return rule
 
 
+#: Of Triton's kernels: as `low` of ``mfnnr``, of blocks and logits.
+LOW = "ScalarType? low=None"
 FORWARD = _autograd.define(
     "multiplex_forward(Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int mode) -> Tensor",
     fake_forward,
     lambda overload: _rule(overload, 2, keep_tau=False),
+    LOW,
 )
 BACKWARD = _autograd.define(
     "multiplex_backward(Tensor grad, Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, "
     "int mode) -> (Tensor, Tensor, Tensor)",
     fake_backward,
     lambda overload: _rule(overload, 3, keep_tau=True),
+    LOW,
 )
 
 
@@ -187,37 +202,39 @@ class Multiplex(_autograd.Op):
         triton: bool,
         tau_value: float,
         mode: int,
+        rounding: tuple[torch.dtype, ...],
         blocks: Tensor,
         logits: Tensor,
         tau: Tensor | None,
         seed: Tensor | None,
     ) -> Tensor:
-        return FORWARD[triton](blocks, logits, tau, tau_value, seed, mode)
+        return FORWARD[triton](blocks, logits, tau, tau_value, seed, mode, *rounding)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.numbers = inputs[:3]
-        ctx.save_for_backward(*inputs[3:])
+        ctx.numbers = inputs[:4]
+        ctx.save_for_backward(*inputs[4:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         found = _autograd.gradients(_by_kernel, _by_reference, ctx.numbers, grad, *ctx.saved_tensors)
-        return None, None, None, found[0], found[1], found[2] if len(found) == 3 else None, None
+        return None, None, None, None, found[0], found[1], found[2] if len(found) == 3 else None, None
 
 
 def _by_kernel(
     numbers: tuple[Any, ...], grad: Tensor, blocks: Tensor, logits: Tensor, tau: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Gradients of blocks, logits and, if it is there, tau."""
-    triton, tau_value, mode = numbers
-    found = BACKWARD[triton](grad, blocks, logits, tau, tau_value, seed, mode)
+    triton, tau_value, mode, rounding = numbers
+    found = BACKWARD[triton](grad, blocks, logits, tau, tau_value, seed, mode, *rounding)
     return found[:2] if tau is None else (found[0], found[1], found[2].to(tau.dtype))
 
 
 def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    _, tau_value, mode = numbers
+    _, tau_value, mode, rounding = numbers
 
     def plain(blocks: Tensor, logits: Tensor, tau: Tensor | None, seed: Tensor | None) -> Tensor:
+        blocks, logits = _checks.in_dtype(rounding[0] if rounding else None, blocks, logits)
         return reference(blocks, logits, tau, tau_value, seed, mode)
 
     return _autograd.pulled(plain, (0, 1) if tensors[2] is None else (0, 1, 2), grad, *tensors)
@@ -232,7 +249,9 @@ def _run(
     seed: Tensor | None,
     mode: int,
     triton: bool,
+    low: torch.dtype | None,
 ) -> Tensor:
+    rounding = () if low is None else (low,)
     if _autograd.wanted(blocks, logits, tau):
-        return _autograd.apply(Multiplex, triton, tau_value, mode, blocks, logits, tau, seed)
-    return FORWARD[triton](blocks, logits, tau, tau_value, seed, mode)
+        return _autograd.apply(Multiplex, triton, tau_value, mode, rounding, blocks, logits, tau, seed)
+    return FORWARD[triton](blocks, logits, tau, tau_value, seed, mode, *rounding)

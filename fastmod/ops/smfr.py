@@ -340,9 +340,9 @@ def _by_reference(
 
 def _node(numbers: tuple[Any, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
     """``(out, penalty, *logits, *gates)``"""
-    triton, first, last, fnn_tensors, *_ = numbers
+    _, first, last, fnn_tensors, *_ = numbers
     if _autograd.pure():
-        copies = not triton and _autograd.maps_copies(inputs[1 + first : 1 + last])
+        copies = _autograd.maps_copies(inputs[1 + first : 1 + last])
         found = (SmfrOfCopies if copies else Smfr).apply(numbers, *inputs)
         return found[: 2 + (last - first) // fnn_tensors]
     shown: list[Tensor] = []

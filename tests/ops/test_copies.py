@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -133,6 +134,58 @@ def test_copies_are_the_nets_alone(backend: backends.Backend, net: Net, shared: 
     called = check(net, stacked, dims)
     if backend is not backends.TRITON:
         assert called == one_call(net)
+
+
+#: Of a step of a stack of any depth.
+TRITON_KERNELS = ["forward_kernel", "penalty_kernel", "backward_kernel", "weight_kernel"]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("net", [Net((2, 3, 2), 2, 3, "gumbel"), Net((3, 2), 2, 3)], ids=str)
+def test_launches_in_triton_are_those_of_one_net(monkeypatch: pytest.MonkeyPatch, net: Net) -> None:
+    launched = backends.watched(monkeypatch, import_module("fastmod.kernels.smfr"), *TRITON_KERNELS)
+    with backends.chosen(backends.TRITON):
+        leaves = [t.requires_grad_() if t.is_floating_point() else t for t in drawn(net, 17)]
+        found = torch.vmap(net)(*leaves)
+        assert launched == TRITON_KERNELS[:2]
+        gradients(found, [t for t in leaves if t.requires_grad])
+        assert launched == TRITON_KERNELS
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("net", "batch", "dtype"),
+    [
+        (Net((2, 2, 1), 2, 3, "gumbel"), 17, torch.bfloat16),  # two programs a net, padded rows
+        (Net((2, 2), 2, 130, "gumbel"), 2, torch.float32),  # copy by copy
+        (Net((2, 2, 1), 2, 3), 2, torch.float64),
+    ],
+    ids=str,
+)
+def test_other_copies_in_triton(net: Net, batch: int, dtype: torch.dtype) -> None:
+    with backends.chosen(backends.TRITON):
+        dims: list[int | None] = [0] * (2 + 9 * net.depth)
+        if dtype != torch.bfloat16:  # in which torch rounds each step of a sum over the copies, or none
+            dims[0] = dims[-1] = None
+        check(net, drawn(net, batch, dtype), dims)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("shared", [False, True], ids=["each its x", "one x"])
+def test_copies_that_kernels_of_triton_round(shared: bool) -> None:
+    """`low` of the raw kernels: as casts of all."""
+    net, low = Net((2, 3, 2), 2, 3), torch.bfloat16
+    with backends.chosen(backends.TRITON):
+        x, _, t0, t1, *params = drawn(net, 17)
+        x = x[:1].expand_as(x) if shared else x
+        results = []
+        for given, own, dtype in ((x, params, low), (x.to(low), [p.to(low) for p in params], None)):
+            arguments = given, own, 4, [t0, t1], [], 0, True, 0.5
+            out, penalty, *shown, saved = backends.kernel("smfr_forward")(*arguments, True, dtype)
+            last = saved, True, True, dtype
+            grads = backends.kernel("smfr_backward")(torch.ones_like(out), penalty, *arguments, *last)
+            results.append([out, penalty, *shown[0], *shown[1], *[g.to(low) for g in grads]])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

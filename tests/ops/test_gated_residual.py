@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import fastmod
 from fastmod import ops
+from tests.helpers import backends
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.casts import assert_casts_nothing
 
 NAN, INF = float("nan"), float("inf")
 SHAPES = [(128, 8, 10), (3, 1, 1), (300, 7, 33), (2, 3, 4, 5)]  # [..., N, D]
@@ -116,6 +118,14 @@ def test_extremes_of_everything() -> None:
 def test_gradcheck() -> None:
     inputs = [t.requires_grad_() for t in draw(3, 4, 5, dtype=torch.float64)]
     assert torch.autograd.gradcheck(ops.gated_residual, inputs)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide", [(0, 1, 2), (0,), (1,), (2,), (0, 2)], ids=str)
+def test_autocast_casts_nothing_in_triton(low: torch.dtype, wide: tuple[int, ...]) -> None:
+    with backends.chosen(backends.TRITON):
+        assert_casts_nothing(ops.gated_residual, draw(3, 4, 5), low, wide)
 
 
 def test_opcheck() -> None:

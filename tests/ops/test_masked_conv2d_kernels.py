@@ -11,10 +11,10 @@ import fastmod
 from fastmod import ops
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
 from tests.helpers.backends import TRITON, Backend, chosen, parameters, watched
+from tests.helpers.casts import Casts
 from tests.helpers.masked_conv2d import HALF_ROUNDINGS, OPTIONS, draw, layer
 from tests.helpers.masked_linear import NAMES
 from tests.ops.test_sample_mask import by_reference
-from tests.ops.test_smfr import Casts
 
 
 @pytest.mark.usefixtures("backend")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import fastmod
 from fastmod import ops
 from tests.helpers import backends
 from tests.helpers.agreement import laid_out, opchecked
+from tests.helpers.casts import Casts
 from tests.helpers.mask_cases import (
     assert_message,
     fuzzed,
@@ -26,7 +28,6 @@ from tests.helpers.mask_cases import (
 )
 from tests.helpers.masked_linear import MASKED_LINEAR, draw, layer
 from tests.helpers.masked_linear import one_row_limit as one_row_limit
-from tests.ops.test_smfr import Casts
 
 pytestmark = pytest.mark.usefixtures("one_row_limit")
 
@@ -61,11 +62,40 @@ def test_layers_side_by_side_are_each_as_alone(backend: backends.Backend, dtype:
 
 @pytest.mark.interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "shared"), [(torch.float32, "x"), (torch.bfloat16, "nothing")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shared"),
+    [(torch.float32, "x"), (torch.bfloat16, "nothing"), (torch.float32, "weight"), (torch.float64, "seed")],
+    ids=str,
+)
 def test_layers_side_by_side_in_triton(dtype: torch.dtype, shared: str) -> None:
-    """One call each, whatever they share."""
     with backends.chosen(backends.TRITON):
         side_by_side(dtype, shared, 2, (2, 3, 5, 4))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+def test_layers_side_by_side_are_one_launch_in_triton(monkeypatch: pytest.MonkeyPatch, biased: bool) -> None:
+    """17 outputs and 20 inputs in quads: more than one program for each layer."""
+    kernels = ["forward_kernel", "backward_x_kernel", "backward_weight_kernel"]
+    launched = backends.watched(monkeypatch, import_module("fastmod.kernels.masked_linear"), *kernels)
+    with backends.chosen(backends.TRITON):
+        layers = [draw(2, 2, 20, 17)[: 4 if biased else 3] for _ in range(3)]
+        stacked = [torch.stack(same).requires_grad_() for same in zip(*layers, strict=True)]
+        seeds = torch.tensor([5, -3, 2**62])
+
+        def function(seed, x, weight, logits, bias=None):
+            return ops.masked_linear(x, weight, logits, 2, bias=bias, seed=seed)
+
+        out = torch.vmap(function)(seeds, *stacked)
+        assert launched == kernels[:1]
+        grads = torch.autograd.grad(out, stacked, out.detach() + 1)
+        assert launched == kernels
+        for i in range(3):
+            own = [t[i].detach().requires_grad_() for t in stacked]
+            alone = function(seeds[i], *own)
+            assert torch.equal(out[i], alone)
+            for ours, theirs in zip(grads, torch.autograd.grad(alone, own, alone.detach() + 1), strict=True):
+                assert torch.equal(ours[i], theirs)
 
 
 def side_by_side(dtype: torch.dtype, shared: str, count: int, sizes: tuple[int, int, int, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from fastmod import ops
 from fastmod.ops._checks import compute_dtype
 from tests.helpers import backends
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
+from tests.helpers.casts import assert_casts_nothing
 from tests.helpers.cuda_host import recorder
 
 NAN, INF = float("nan"), float("inf")
@@ -505,6 +507,17 @@ def test_autocast(backend: str) -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert blocks.grad.dtype == torch.float32
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide", [(0, 1), (0,), (1,)], ids=str)
+@pytest.mark.parametrize(("mode", "tiled"), [("gumbel", True), ("softmax", True), ("gumbel", False)])
+def test_autocast_casts_nothing_in_triton(low: torch.dtype, wide: tuple[int, ...], mode: str, tiled: bool) -> None:
+    """tau is fp32 and stays so."""
+    by_rows = mock.patch("fastmod.kernels.multiplex.tile_of", return_value=None)
+    with backends.chosen(backends.TRITON), contextlib.nullcontext() if tiled else by_rows:
+        assert_casts_nothing(route(mode), [*draw(3, 4, 5, 6), torch.tensor(0.7)], low, wide, left=(2,))
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

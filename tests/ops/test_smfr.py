@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmod
 from fastmod import ops
 from tests.helpers import backends
 from tests.helpers.agreement import assert_agrees, laid_out, opchecked, run
+from tests.helpers.casts import Casts
 from tests.ops.test_mfnnr import GRAD_FACTOR, linears
 
 COUNTS = (3, 4, 4, 2)
@@ -123,19 +123,6 @@ def test_autocast_casts_nothing(backend: backends.Backend, low: torch.dtype, hid
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-class Casts(TorchDispatchMode):
-    """Ops of torch that change a dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten._foreach_copy_):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_second_derivative_under_autocast() -> None:
     """Of what the kernels rounded: as that of casts, up to the rounding of gradients."""
     found = []
@@ -155,17 +142,17 @@ def test_second_derivative_under_autocast() -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("depth", "hidden"), [(1, 3), (3, 3), (10, 3), (3, 130)])
 def test_launches_in_triton(monkeypatch: pytest.MonkeyPatch, depth: int, hidden: int) -> None:
-    """Those of our own; the sum of the penalty's parts is torch's, the fourth of a step."""
     module = import_module("fastmod.kernels.smfr")
-    launched = backends.watched(monkeypatch, module, "forward_kernel", "backward_kernel", "weight_kernel")
+    kernels = ["forward_kernel", "penalty_kernel", "backward_kernel", "weight_kernel"]
+    launched = backends.watched(monkeypatch, module, *kernels)
     with backends.chosen(backends.TRITON):
         x, *rest = draw(17, 2, hidden, counts=(2,) * (depth + 1))
         params = [p.requires_grad_() for p in rest[min(depth, 3) :]]
         layers = [(params[i : i + 4], params[i + 4 : i + 8]) for i in range(0, len(params), 8)]
         found = ops.smfr(x, layers, threshold=0.5, mode="gumbel")
-        assert launched == (["forward_kernel"] if hidden < 130 else [])
+        assert launched == (kernels[:2] if hidden < 130 else [])
         (found.out.sum() + found.penalty).backward()
-        assert launched == (["forward_kernel", "backward_kernel", "weight_kernel"] if hidden < 130 else [])
+        assert launched == (kernels if hidden < 130 else [])
 
 
 @pytest.mark.usefixtures("backend")
