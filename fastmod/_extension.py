@@ -113,15 +113,11 @@ def covers(archs: str, capability: tuple[int, int]) -> bool:
     return False
 
 
-#: Ops without kernels of their own in Triton: their files in fastmod/ops call those of one MFNNR layer by layer.
-COMPOSED = ("smfr",)
-
-
 def native_serves(op: str, device_type: str) -> bool:
     """Whether this build has native kernels of ``op`` for a device type; not every op has them for GPUs."""
     if device_type not in native_devices():
         return False
-    if device_type == "cpu" or op in COMPOSED:
+    if device_type == "cpu":
         return True
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{op}_forward", device_type.upper()))
 
@@ -133,7 +129,7 @@ def triton_ops() -> frozenset[str]:
         kernels = importlib.import_module("fastmod.kernels")
     except ImportError:
         return frozenset()
-    return frozenset([*kernels.register(), *COMPOSED])
+    return frozenset(kernels.register())
 
 
 _load()
