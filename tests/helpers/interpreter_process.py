@@ -161,7 +161,9 @@ def _make_types_quicker() -> None:
 
     def block(self: Any, element: Any, shape: Any) -> None:
         sizes = tuple([size.value if type(size) is core.constexpr else size for size in shape])
-        if sizes not in blocks or not all(type(size) is int for size in sizes):  # 4.0 is no size, though equal to 4
+        if not all(type(size) is int for size in sizes):  # 4.0 is no size, though equal to 4
+            make_block(self, element, shape)
+        elif sizes not in blocks:
             make_block(self, element, shape)
             blocks[sizes] = (self.shape, self.numel, f"<{self.shape}, ")
         else:
