@@ -25,8 +25,6 @@ SECONDS = 600  # for one test
 OPTIONS = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", __name__, "--runxfail"]  # the mark xfail counts here
 #: Plain torch's bf16 convolutions end in an illegal instruction where a virtual machine shows AMX but forbids it.
 ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-#: No kernel of ours runs there but what Triton interprets: more threads of torch and numpy only wait for each other.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class Outcome(NamedTuple):
@@ -40,7 +38,7 @@ class _Process:
         self.pipe, theirs = Pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", *OPTIONS, *files],
-            env={**ENVIRONMENT, **os.environ, **ONE_THREAD, "TRITON_INTERPRET": "1", PIPE: str(theirs.fileno())},
+            env={**ENVIRONMENT, **os.environ, "TRITON_INTERPRET": "1", PIPE: str(theirs.fileno())},
             cwd=root,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
