@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,22 +39,34 @@ def _with_headers(source: Path) -> set[Path]:
     return found
 
 
+def write_ptx(source: Path, virtual: str, ptx: Path, *, host: bool = False) -> str:
+    """What targets of one ``virtual`` architecture have in common, nearly half of the work. Returns what nvcc said.
+
+    ``host``: nvcc reads the file as the host's compiler will as well, and refuses what only a build of the extension
+    would find, such as a function for both that calls one for the device."""
+    if not host:
+        return _nvcc(f"-arch={virtual}", "-ptx", str(source), "-o", str(ptx))
+    with tempfile.TemporaryDirectory() as folder:
+        code = f"arch={virtual},code={virtual}"
+        kept = ("--keep", "--keep-dir", folder)
+        log = _nvcc("-gencode", code, "--cuda", *kept, str(source), "-o", f"{folder}/host.ii")
+        shutil.move(f"{folder}/{source.stem}.ptx", ptx)
+    return log
+
+
 def compiled(
-    source: Path, target: Target, cubin: Path, ptx: Path | None = None
+    source: Path, target: Target, cubin: Path, *, ptx: Path | None = None, disassemble: bool = True
 ) -> tuple[dict[str, resources.Resources], str]:
     """Write ``cubin``; returns what each kernel in it needs, by mangled name, and what nvcc said.
 
     Args:
-        ptx: keeps what targets of one ``virtual`` architecture have in common, nearly half of the work: written by the
-            first of them, read by the others.
+        ptx: what :func:`write_ptx` made of ``source``.
+        disassemble: counts instructions of tensor cores.
     """
-    log = ""
-    if ptx is not None and not ptx.exists():
-        log = _nvcc(f"-arch={target.virtual}", "-ptx", str(source), "-o", str(ptx))
     code = f"arch={target.virtual},code={target.name}"
-    log += _nvcc("-Xptxas", "-v", "-gencode", code, "-cubin", str(ptx or source), "-o", str(cubin))
+    log = _nvcc("-Xptxas", "-v", "-gencode", code, "-cubin", str(ptx or source), "-o", str(cubin))
     # nvcc uses tensor cores only where it is told to; disassembling takes a quarter of the time of compiling.
-    told_to = any("mma" in path.read_text() for path in _with_headers(source))
+    told_to = disassemble and any("mma" in path.read_text() for path in _with_headers(source))
     return resources.of_cuda_cubin(cubin, log, disassemble=told_to), log
 
 

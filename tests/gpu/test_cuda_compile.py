@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,10 @@ FAMILIES = [
 
 
 @pytest.fixture(autouse=True)
-def nvcc() -> str:
+def nvcc() -> None:
     try:
         tools.cuobjdump()
-        return tools.nvcc()
+        tools.nvcc()
     except tools.MissingToolError as error:
         pytest.skip(str(error))
 
@@ -53,13 +52,20 @@ def test_every_target_is_compiled_for() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids="+".join)
 @pytest.mark.parametrize("name", FILES)
 def test_compiles_without_spills(name: str, family: list[str], tmp_path: Path) -> None:
+    ptx = tmp_path / "kernels.ptx"
+    log = cuda_part.write_ptx(FILES[name], TARGETS[family[0]].virtual, ptx, host="sm_80" in family)
+    assert "warning" not in log, log
+    if name in DRAWN:
+        masks_are_drawn_unfused(name, ptx)
     for target in family:
-        compiles_without_spills(name, target, tmp_path)
+        compiles_without_spills(name, target, ptx)
 
 
-def compiles_without_spills(name: str, target: str, folder: Path) -> None:
+def compiles_without_spills(name: str, target: str, ptx: Path) -> None:
+    # sm_75 knows neither tf32 nor bf16.
+    on_tensor_cores = name in ON_TENSOR_CORES and target != "sm_75"
     found, log = cuda_part.compiled(
-        FILES[name], TARGETS[target], folder / f"{target}.cubin", ptx=folder / "kernels.ptx"
+        FILES[name], TARGETS[target], ptx.with_name(f"{target}.cubin"), ptx=ptx, disassemble=on_tensor_cores
     )
     assert "warning" not in log, log
     assert {cuda_part.readable(symbol)[0] for symbol in found} == kernels_in(FILES[name])
@@ -68,30 +74,31 @@ def compiles_without_spills(name: str, target: str, folder: Path) -> None:
         assert needs.spills == 0, (symbol, needs)
         assert 0 < needs.registers <= 255, (symbol, needs)
         assert needs.shared <= 48 * 1024, (symbol, needs)
-        plain = target == "sm_75" or "double" in cuda_part.readable(symbol)[1]  # sm_75 knows neither tf32 nor bf16
-        if name in ON_TENSOR_CORES and "finish" not in symbol and not plain:
+        if on_tensor_cores and "finish" not in symbol and "double" not in cuda_part.readable(symbol)[1]:
             assert needs.tensor_core > 0, (symbol, needs)
 
 
-@pytest.mark.parametrize(
-    ("file", "kernel", "count"),
-    [
-        ("sample_mask", "forward_kernel", 8),  # four dtypes, one or four weights a thread
-        ("masked_linear", "product_kernel", 6),  # three dtypes, forward and backward
-        ("masked_linear_weight", "weight_kernel", 6),  # three dtypes, two sizes of blocks
-        ("masked_conv2d", "product_kernel", 12),  # three dtypes, forward and backward, 32 or 64 channels a block
-        ("masked_conv2d_weight", "finish_kernel", 3),
-    ],
-)
-def test_masks_are_drawn_unfused(file: str, kernel: str, count: int, nvcc: str, tmp_path: Path) -> None:
+#: File -> a kernel of its that draws masks, and how many of them there are.
+DRAWN = {
+    "sample_mask": ("forward_kernel", 8),  # four dtypes, one or four weights a thread
+    "masked_linear": ("product_kernel", 6),  # three dtypes, forward and backward
+    "masked_linear_weight": ("weight_kernel", 6),  # three dtypes, two sizes of blocks
+    "masked_conv2d": ("product_kernel", 12),  # three dtypes, forward and backward, 32 or 64 channels a block
+    "masked_conv2d_weight": ("finish_kernel", 3),
+}
+
+
+def test_all_that_draw_are_found() -> None:
+    assert set(DRAWN) <= set(FILES)
+
+
+def masks_are_drawn_unfused(file: str, ptx: Path) -> None:
     """Masks agree with other backends only if every product is rounded: an operator in place of an intrinsic would be
     fused, and change so few masks that no other test need see it."""
-    target = tmp_path / f"{file}.ptx"
-    command = [nvcc, *cuda_part.FLAGS, "-arch=sm_90", "-ptx", str(FILES[file]), "-o", str(target)]
-    subprocess.run(command, check=True)
+    kernel, count = DRAWN[file]
     kernels = {
         name: body
-        for name, body in re.findall(r"\.entry (\w+)\((.*?)^}", target.read_text(), re.DOTALL | re.MULTILINE)
+        for name, body in re.findall(r"\.entry (\w+)\((.*?)^}", ptx.read_text(), re.DOTALL | re.MULTILINE)
         if kernel in name
     }
     assert len(kernels) == count
@@ -99,6 +106,20 @@ def test_masks_are_drawn_unfused(file: str, kernel: str, count: int, nvcc: str, 
         # Of every threshold 8 products and 9 sums, which ptxas does not fuse as they have a rounding mode.
         products, sums = body.count("mul.rn.f32"), body.count("add.rn.f32")
         assert "div.rn.f32" in body and products > 0 and 9 * products == 8 * sums, (name, products, sums)
+
+
+HOST_ONLY = """
+__device__ int twice(int value) { return 2 * value; }
+__host__ __device__ int four_times(int value) { return 2 * twice(value); }
+__global__ void double_kernel(int* values) { values[threadIdx.x] = four_times(values[threadIdx.x]); }
+"""
+
+
+def test_what_only_the_host_refuses_is_told(tmp_path: Path) -> None:
+    (tmp_path / "both.cu").write_text(HOST_ONLY)
+    cuda_part.write_ptx(tmp_path / "both.cu", "compute_80", tmp_path / "device.ptx")
+    with pytest.raises(RuntimeError, match="calling a __device__ function"):
+        cuda_part.write_ptx(tmp_path / "both.cu", "compute_80", tmp_path / "host.ptx", host=True)
 
 
 SPILLING = """

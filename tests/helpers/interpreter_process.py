@@ -132,6 +132,76 @@ def _make_triton_quicker() -> None:
             raise interpreter.InterpreterError(repr(error)) from error
 
     interpreter.InterpretedFunction.__call__ = device_call
+    _make_types_quicker()
+
+
+def _make_types_quicker() -> None:
+    """Of what was left, nine tenths went into the types of tensors: every one that is made has its shape put into
+    constexprs and checked, as if for the first time. Once for each shape is enough. What is not a plain shape goes the
+    usual way, and ends in the usual error."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    unwrapped = core._unwrap_if_constexpr
+    simple = {bool, int, float, str, type(None), core.dtype, core.pointer_type, core.block_type, core.tensor}
+
+    def unwrapped_if_needed(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in simple else unwrapped(value)
+
+    core._unwrap_if_constexpr = unwrapped_if_needed
+    same_dtype = core.dtype.__eq__
+    core.dtype.__eq__ = lambda self, other: self is other or same_dtype(self, other)
+
+    make_block, blocks = core.block_type.__init__, {}
+
+    def block(self: Any, element: Any, shape: Any) -> None:
+        sizes = tuple([size.value if type(size) is core.constexpr else size for size in shape])
+        if not all(type(size) is int for size in sizes):  # 4.0 is no size, though equal to 4
+            make_block(self, element, shape)
+        elif sizes not in blocks:
+            make_block(self, element, shape)
+            blocks[sizes] = (self.shape, self.numel, f"<{self.shape}, ")
+        else:
+            self.element_ty = element
+            self.shape, self.numel, opening = blocks[sizes]
+            self.name = f"{opening}{element}>"
+
+    core.block_type.__init__ = block
+    scalar, wrapped = (core.tuple([]), core.constexpr(1)), {}
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        if not type.is_block():
+            self.shape, self.numel = scalar
+            return
+        sizes = tuple(type.shape.values)
+        if sizes not in wrapped:
+            wrapped[sizes] = (core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(type.numel))
+        self.shape, self.numel = wrapped[sizes]
+
+    core.tensor.__init__ = tensor
+    semantic = interpreter.interpreter_semantic
+    result_of, results = semantic.computation_type_impl, {}
+
+    def computation_type(a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod)
+        if key not in results:
+            results[key] = result_of(a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return results[key]
+
+    semantic.computation_type_impl = computation_type
+
+    def patched(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def with_semantic(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return member(*arguments, **options)
+
+        scope.set_attr(obj, name, with_semantic)
+
+    interpreter._patch_attr = patched
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

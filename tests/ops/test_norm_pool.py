@@ -112,7 +112,7 @@ def test_no_gradient_at_zero() -> None:
 @by_relu
 @pytest.mark.usefixtures("backend")
 def test_derivatives(relu: bool) -> None:
-    inputs = [t.requires_grad_() for t in draw(2, 3, 4, 2, 3, dtype=torch.float64)]
+    inputs = [t.requires_grad_() for t in draw(2, 2, 3, 2, 3, dtype=torch.float64)]
     function = partial(ops.norm_pool, relu=relu)
     assert torch.autograd.gradcheck(function, inputs)
     if fastmod.backend.active() != "triton":  # it is plain PyTorch's anyway, and slow when interpreted
