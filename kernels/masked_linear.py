@@ -49,8 +49,6 @@ ENOUGH = 100
 WEIGHT_TILE = {"BLOCK_O": 16, "BLOCK_I": 16}
 WEIGHT_TILE_QUADS = {"BLOCK_O": 16, "BLOCK_I": 32, "BLOCK_R": 16}
 FEWER_WARPS = {**EXACT_OPTIONS, "num_warps": 2}
-#: Of several layers on AMD, where with two warps what tells the layers apart spills scalar registers.
-FEWER_ON_AMD = EXACT_OPTIONS
 #: Numbers of eight bytes, logarithms and a Philox call a weight take more registers, which twice the warps have.
 MORE_WARPS = {**EXACT_OPTIONS, "num_warps": 8}
 
@@ -296,8 +294,10 @@ def weight_tile(constants: dict[str, Any], at_one: bool, layers: int) -> tuple[d
     quads = constants["QUADS"] and at_one and not double
     found = {**constants, **(WEIGHT_TILE_QUADS if quads else WEIGHT_TILE)}
     del found["BLOCK_S"]
-    fewer = FEWER_WARPS if layers == 1 or torch.version.hip is None else FEWER_ON_AMD
-    return found, fewer if quads else EXACT_OPTIONS if at_one and not double else MORE_WARPS
+    if quads and layers == 1:
+        return found, FEWER_WARPS
+    # With two warps what tells several layers apart spills registers on sm_120 and on AMD.
+    return found, EXACT_OPTIONS if at_one and not double else MORE_WARPS
 
 
 def programs(samples: int, rows: int, columns: int, constants: dict[str, Any], block: str) -> int:
@@ -425,7 +425,5 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
                 "dweight_ptr": p if quads == at_one else None, "AT_ONE": at_one,
             }  # fmt: skip
             named = f"{case}-{'one' if at_one else 'any'}"
-            warps = FEWER_ON_AMD if layers > 1 and options == FEWER_WARPS else options
-            weight_on_amd = {**on_amd, "num_warps": warps["num_warps"]}
-            found.append(Specialisation(backward_weight_kernel, values, options, named, weight_on_amd))
+            found.append(Specialisation(backward_weight_kernel, values, options, named, on_amd))
     return found

@@ -575,8 +575,10 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             Specialisation(backward_kernel, backward, NVIDIA_OPTIONS, case, stack_on_amd),
             Specialisation(weight_kernel, weight, OPTIONS, case, {"PRECISION": IEEE}),
         ]
-    sums = {"partials_ptr": w, "penalty_ptr": w, "BLOCK_T": WEIGHT_TILE["BLOCK_T"], "CT": dtype.compute}
-    return [*found, Specialisation(penalty_kernel, sums, OPTIONS)]
+    if dtype.name == "fp32":  # which penalties are of, whatever the layers are
+        sums = {"partials_ptr": w, "penalty_ptr": w, "BLOCK_T": WEIGHT_TILE["BLOCK_T"], "CT": dtype.compute}
+        found.append(Specialisation(penalty_kernel, sums, OPTIONS))
+    return found
 
 
 def some_steps(pointers: int, nets: int) -> tuple[tuple[int, ...], ...] | None:
