@@ -195,8 +195,8 @@ def read_records(page: Path) -> dict[str, dict[str, Any]]:
 
 def write(page: Path, new: Sequence[dict[str, Any]]) -> list[str]:
     """Keep the new records, and make all tables of the page again; the names of records that have no place on it."""
-    records = read_records(page)
-    records |= {file_name(kept["run"]): kept for kept in new}
+    named = read_records(page) | {file_name(kept["run"]): kept for kept in new}
+    records = dict(sorted(named.items()))  # as they are read the next time
     text, homeless = filled(_text(page), records)
     folder = records_folder(page)
     for kept in new:
