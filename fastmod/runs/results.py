@@ -182,7 +182,7 @@ def records_folder(page: Path) -> Path:
 def read_records(page: Path) -> dict[str, dict[str, Any]]:
     """Name -> record, of all that are kept for the page."""
     found = {}
-    for file in sorted(records_folder(page).glob("*.json")):
+    for file in sorted(records_folder(page).glob("*.json"), key=lambda file: file.stem):
         try:
             kept = json.loads(file.read_text())
             if kept["format"] != FORMAT:
