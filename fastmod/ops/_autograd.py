@@ -22,6 +22,8 @@ _libraries = [torch.library.Library(namespace, "FRAGMENT") for namespace in NAME
 
 #: ``(native, triton)``, chosen by ``kernel[triton]``.
 Kernel = tuple[Any, Any]
+#: What Triton's kernels alone are told: the autocast dtype, which they round to what they read, as ``mfnnr``'s do.
+TRITON_LOW = "ScalarType? low=None"
 #: ``(info, in_dims, *arguments) -> (outputs, out_dims)``, as :func:`torch.library.register_vmap` takes it.
 Rule = Callable[..., tuple[Any, Any]]
 

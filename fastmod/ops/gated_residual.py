@@ -68,19 +68,17 @@ def fake_backward(
     return x.new_empty(x.shape), new.new_empty(new.shape), gate.new_empty(gate.shape)
 
 
-#: Of Triton's kernels: as `low` of ``mfnnr``, of tensors that are each of that dtype or of fp32.
-LOW = "ScalarType? low=None"
 FORWARD = _autograd.define(
     "gated_residual_forward(Tensor x, Tensor new, Tensor gate) -> Tensor",
     fake_forward,
     lambda overload: _autograd.folded(overload, 3),
-    LOW,
+    _autograd.TRITON_LOW,
 )
 BACKWARD = _autograd.define(
     "gated_residual_backward(Tensor grad, Tensor x, Tensor new, Tensor gate) -> (Tensor, Tensor, Tensor)",
     fake_backward,
     lambda overload: _autograd.folded(overload, 4),
-    LOW,
+    _autograd.TRITON_LOW,
 )
 
 _run = _autograd.from_kernels("GatedResidual", FORWARD, BACKWARD, reference, 3)

@@ -12,7 +12,6 @@ from fastmod import backend, noise
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _masked
 from fastmod.ops._masked import Draws
-from fastmod.ops.masked_linear import LOW
 
 
 def masked_conv2d(
@@ -241,7 +240,7 @@ FORWARD = _autograd.define(
     "masked_conv2d_forward(Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, Tensor seed, "
     "int samples, int[2] stride, int[2] padding, int[2] dilation, int first=0) -> Tensor",
     fake_forward,
-    triton_more=LOW,
+    triton_more=_autograd.TRITON_LOW,
 )
 #: gradients of x, weight, logits, bias and bias_logits; empty where not needed
 BACKWARD = _autograd.define(
@@ -249,7 +248,7 @@ BACKWARD = _autograd.define(
     "Tensor seed, int samples, int[2] stride, int[2] padding, int[2] dilation, float tau, bool[5] needs, "
     "int first=0) -> Tensor[]",
     fake_backward,
-    triton_more=LOW,
+    triton_more=_autograd.TRITON_LOW,
 )
 
 #: Rows and columns of a filter that the kernels serve.

@@ -167,8 +167,6 @@ def _side_by_side(weight: int) -> Callable[[Any], _autograd.Rule]:
     return of
 
 
-#: Of Triton's kernels: as `low` of ``mfnnr``. Biases of any of the two dtypes are rounded too.
-LOW = "ScalarType? low=None"
 #: x [B, ..., in], part s of the batch through sample first + s of the masked weight [out, in], plus row s of biases
 #: [S, out]. Of weights [layers, out, in] the same for each, of tensors with one more dimension in front.
 FORWARD = _autograd.define(
@@ -176,7 +174,7 @@ FORWARD = _autograd.define(
     "int first=0) -> Tensor",
     fake_forward,
     _side_by_side(1),
-    LOW,
+    _autograd.TRITON_LOW,
 )
 #: gradients of x, weight and logits; empty where not needed
 BACKWARD = _autograd.define(
@@ -184,7 +182,7 @@ BACKWARD = _autograd.define(
     "bool[3] needs, int first=0) -> Tensor[]",
     fake_backward,
     _side_by_side(2),
-    LOW,
+    _autograd.TRITON_LOW,
 )
 
 #: Instruction set of the CPU kernels -> (rows for large weights, rows * weights to add for small ones).

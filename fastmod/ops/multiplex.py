@@ -179,20 +179,18 @@ def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
     return rule
 
 
-#: Of Triton's kernels: as `low` of ``mfnnr``, of blocks and logits.
-LOW = "ScalarType? low=None"
 FORWARD = _autograd.define(
     "multiplex_forward(Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int mode) -> Tensor",
     fake_forward,
     lambda overload: _rule(overload, 2, keep_tau=False),
-    LOW,
+    _autograd.TRITON_LOW,
 )
 BACKWARD = _autograd.define(
     "multiplex_backward(Tensor grad, Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, "
     "int mode) -> (Tensor, Tensor, Tensor)",
     fake_backward,
     lambda overload: _rule(overload, 3, keep_tau=True),
-    LOW,
+    _autograd.TRITON_LOW,
 )
 
 
