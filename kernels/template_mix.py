@@ -1,8 +1,8 @@
 """Triton kernels and launchers of ``template_mix``: a program has some columns of the bank, and all rows of logits.
 
-Forward: the weights are made while their product with the bank is. Backward: the gradient is read once, for the bank's
-gradient and for this program's part in that of the weights; a second kernel adds the parts up and goes on to the
-logits.
+Forward: a program makes the weights, then its columns of the product, tile by tile. Backward: the gradient is read
+once, for the bank's gradient and for this program's part in that of the weights; a second kernel adds the parts up and
+goes on to the logits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from fastmod.ops.template_mix import MIXINGS, check_mixture
 SOFTMAX = tl.constexpr(MIXINGS.index("softmax"))
 TANH = tl.constexpr(MIXINGS.index("tanh"))
 SIZES = ["ROWS", "SIZE"]
-#: Parts of the gradient of the weights: as many programs, each with a fixed share of the columns.
-PROGRAMS = 256
 
 
 @triton.jit
@@ -129,70 +127,110 @@ def tile_at(ptr, rows, columns, count, SIZE, DT: tl.constexpr):
     return tl.load(ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :], mask=mask, other=0.0).to(DT)
 
 
+@triton.jit
+def store_tile(ptr, rows, columns, values, count, SIZE):
+    mask = (rows < count)[:, None] & (columns < SIZE)[None, :]
+    tl.store(ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :], values, mask=mask)
+
+
+@triton.jit
+def held_weights(
+    logits_ptr, k, ROWS, K: tl.constexpr, MIXING: tl.constexpr, GROUPS: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_K: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """Of the templates k and all rows: GROUPS of ``[BLOCK_L, BLOCK_K]``, which a program keeps."""
+    weights = ()
+    for i in tl.static_range(GROUPS):
+        row = i * BLOCK_L + tl.arange(0, BLOCK_L).to(tl.int64)
+        weights = weights + (some_weights(logits_ptr, row, k, ROWS, K, MIXING, BLOCK_K, CT),)  # type: ignore[assignment]
+    return weights
+
+
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     logits_ptr, bank_ptr, out_ptr, ROWS: tl.int64, SIZE: tl.int64, K: tl.constexpr, MIXING: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
-    DT: tl.constexpr, CT: tl.constexpr,
+    PRECISION: tl.constexpr, GROUPS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    """Tiles of BLOCK_P columns, with all rows. GROUPS: of BLOCK_L rows, whose weights are made once for all tiles of a
+    program; 0: they are too many, and a program has one tile."""
+    part = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    ONE: tl.constexpr = K <= BLOCK_K
-    bank = tile_at(bank_ptr, k, p, K, SIZE, DT)
-    for start in range(0, ROWS, BLOCK_L):
-        row = start + tl.arange(0, BLOCK_L).to(tl.int64)
-        found = tl.zeros([BLOCK_L, BLOCK_P], CT)
-        if ONE:
-            weights = all_weights(logits_ptr, row, k, ROWS, K, MIXING, CT)
-            found = split_product(weights, bank, found, DT, PRECISION)
-        else:
-            largest, total = row_stats(logits_ptr, row, ROWS, K, MIXING, BLOCK_K, CT)
-            for first in range(0, K, BLOCK_K):
-                weights = weights_at(logits_ptr, row, first + k, largest, total, ROWS, K, MIXING, CT)
-                found = split_product(weights, tile_at(bank_ptr, first + k, p, K, SIZE, DT), found, DT, PRECISION)
-        mask = (row < ROWS)[:, None] & (p < SIZE)[None, :]
-        tl.store(out_ptr + row[:, None] * SIZE + p[None, :], found, mask=mask)
+    local = tl.arange(0, BLOCK_L).to(tl.int64)
+    if GROUPS > 0:
+        weights = held_weights(logits_ptr, k, ROWS, K, MIXING, GROUPS, BLOCK_L, BLOCK_K, CT)
+        for tile in range(part, tl.cdiv(SIZE, BLOCK_P), tl.num_programs(0)):
+            p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+            bank = tile_at(bank_ptr, k, p, K, SIZE, DT)
+            for i in tl.static_range(GROUPS):
+                found = split_product(weights[i], bank, tl.zeros([BLOCK_L, BLOCK_P], CT), DT, PRECISION)
+                store_tile(out_ptr, i * BLOCK_L + local, p, found, ROWS, SIZE)
+    else:
+        p = part * BLOCK_P + tl.arange(0, BLOCK_P)
+        bank = tile_at(bank_ptr, k, p, K, SIZE, DT)
+        for start in range(0, ROWS, BLOCK_L):
+            row = start + local
+            found = tl.zeros([BLOCK_L, BLOCK_P], CT)
+            if K <= BLOCK_K:
+                some = all_weights(logits_ptr, row, k, ROWS, K, MIXING, CT)
+                found = split_product(some, bank, found, DT, PRECISION)
+            else:
+                largest, total = row_stats(logits_ptr, row, ROWS, K, MIXING, BLOCK_K, CT)
+                for first in range(0, K, BLOCK_K):
+                    some = weights_at(logits_ptr, row, first + k, largest, total, ROWS, K, MIXING, CT)
+                    templates = tile_at(bank_ptr, first + k, p, K, SIZE, DT)
+                    found = split_product(some, templates, found, DT, PRECISION)
+            store_tile(out_ptr, row, p, found, ROWS, SIZE)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "share"])
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    grad_ptr, logits_ptr, bank_ptr, dbank_ptr, partials_ptr, ROWS: tl.int64, SIZE: tl.int64, share: tl.int64,
-    K: tl.constexpr, MIXING: tl.constexpr, PRECISION: tl.constexpr, ONE: tl.constexpr, BLOCK_L: tl.constexpr,
+    grad_ptr, logits_ptr, bank_ptr, dbank_ptr, partials_ptr, ROWS: tl.int64, SIZE: tl.int64,
+    K: tl.constexpr, MIXING: tl.constexpr, PRECISION: tl.constexpr, GROUPS: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """``share`` columns: BLOCK_K templates (grid axis 1) of the bank's gradient, and ``partials[program, rows, K]``.
-    ONE: BLOCK_L holds all rows, whose part stays in registers; else ``share`` is BLOCK_P."""
+    """Tiles of BLOCK_P columns: BLOCK_K templates (grid axis 1) of the bank's gradient, and
+    ``partials[program, rows, K]``. GROUPS: of BLOCK_L rows, whose weights are made, and parts written, once for all
+    tiles of a program; 0: they are too many, and a program has one tile."""
     part = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     local = tl.arange(0, BLOCK_L).to(tl.int64)
-    end = tl.minimum((part + 1) * share, SIZE)
-    weights = tl.zeros([BLOCK_L, BLOCK_K], CT)
-    if ONE:
-        weights = some_weights(logits_ptr, local, k, ROWS, K, MIXING, BLOCK_K, CT)
-    of_weights = tl.zeros([BLOCK_L, BLOCK_K], CT)
-    for first in range(part * share, end, BLOCK_P):
-        p = first + tl.arange(0, BLOCK_P)
+    if GROUPS > 0:
+        weights = held_weights(logits_ptr, k, ROWS, K, MIXING, GROUPS, BLOCK_L, BLOCK_K, CT)
+        sums = (tl.zeros([BLOCK_L, BLOCK_K], CT),) * GROUPS
+        for tile in range(part, tl.cdiv(SIZE, BLOCK_P), tl.num_programs(0)):
+            p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+            bank = tile_at(bank_ptr, k, p, K, SIZE, DT)
+            of_bank = tl.zeros([BLOCK_K, BLOCK_P], CT)
+            before, sums = sums, ()
+            for i in tl.static_range(GROUPS):
+                grad = tile_at(grad_ptr, i * BLOCK_L + local, p, ROWS, SIZE, DT)
+                if dbank_ptr is not None:
+                    of_bank = split_product(tl.trans(weights[i]), grad, of_bank, DT, PRECISION)
+                if partials_ptr is not None:
+                    sums = sums + (product(grad, tl.trans(bank), before[i], PRECISION),)
+                else:
+                    sums = sums + (before[i],)
+            if dbank_ptr is not None:
+                store_tile(dbank_ptr, k, p, of_bank, K, SIZE)
+        if partials_ptr is not None:
+            for i in tl.static_range(GROUPS):
+                store_weights(partials_ptr, part, i * BLOCK_L + local, k, sums[i], ROWS, K)
+    else:
+        p = part * BLOCK_P + tl.arange(0, BLOCK_P)
         bank = tile_at(bank_ptr, k, p, K, SIZE, DT)
         of_bank = tl.zeros([BLOCK_K, BLOCK_P], CT)
-        for start in range(0, BLOCK_L if ONE else ROWS, BLOCK_L):
+        for start in range(0, ROWS, BLOCK_L):
             row = start + local
             grad = tile_at(grad_ptr, row, p, ROWS, SIZE, DT)
             if dbank_ptr is not None:
-                if not ONE:
-                    weights = some_weights(logits_ptr, row, k, ROWS, K, MIXING, BLOCK_K, CT)
-                of_bank = split_product(tl.trans(weights), grad, of_bank, DT, PRECISION)
+                some = some_weights(logits_ptr, row, k, ROWS, K, MIXING, BLOCK_K, CT)
+                of_bank = split_product(tl.trans(some), grad, of_bank, DT, PRECISION)
             if partials_ptr is not None:
-                if ONE:
-                    of_weights = product(grad, tl.trans(bank), of_weights, PRECISION)
-                else:
-                    found = product(grad, tl.trans(bank), tl.zeros([BLOCK_L, BLOCK_K], CT), PRECISION)
-                    store_weights(partials_ptr, part, row, k, found, ROWS, K)
+                found = product(grad, tl.trans(bank), tl.zeros([BLOCK_L, BLOCK_K], CT), PRECISION)
+                store_weights(partials_ptr, part, row, k, found, ROWS, K)
         if dbank_ptr is not None:
-            mask = (k < K)[:, None] & (p < SIZE)[None, :]
-            tl.store(dbank_ptr + k.to(tl.int64)[:, None] * SIZE + p[None, :], of_bank, mask=mask)
-    if partials_ptr is not None:
-        if ONE:
-            store_weights(partials_ptr, part, local, k, of_weights, ROWS, K)
+            store_tile(dbank_ptr, k, p, of_bank, K, SIZE)
 
 
 @triton.jit
@@ -211,22 +249,34 @@ def finish_kernel(
     one = row + tl.zeros([1], tl.int64)
     local = tl.arange(0, BLOCK_C)
     largest, total = row_stats(logits_ptr, one, ROWS, K, MIXING, BLOCK_C, CT)
-    mean = tl.zeros([1], CT)
-    if MIXING == SOFTMAX:
+    if K <= BLOCK_C:  # every part is read once
+        found = row_sums(partials_ptr, parts, row, local, ROWS, K, BLOCK_R, BLOCK_C, CT)[None, :]
+        weights = weights_at(logits_ptr, one, local, largest, total, ROWS, K, MIXING, CT)
+        mean = tl.sum(weights * found, axis=1)
+        store_logits(dlogits_ptr, one, local, found, weights, mean, K, MIXING)
+    else:
+        mean = tl.zeros([1], CT)
+        if MIXING == SOFTMAX:
+            for first in range(0, K, BLOCK_C):
+                k = first + local
+                found = row_sums(partials_ptr, parts, row, k, ROWS, K, BLOCK_R, BLOCK_C, CT)[None, :]
+                weights = weights_at(logits_ptr, one, k, largest, total, ROWS, K, MIXING, CT)
+                mean += tl.sum(weights * found, axis=1)
         for first in range(0, K, BLOCK_C):
             k = first + local
-            found = row_sums(partials_ptr, parts, row, k, ROWS, K, BLOCK_R, BLOCK_C, CT)
+            found = row_sums(partials_ptr, parts, row, k, ROWS, K, BLOCK_R, BLOCK_C, CT)[None, :]
             weights = weights_at(logits_ptr, one, k, largest, total, ROWS, K, MIXING, CT)
-            mean += tl.sum(weights * found[None, :], axis=1)
-    for first in range(0, K, BLOCK_C):
-        k = first + local
-        found = row_sums(partials_ptr, parts, row, k, ROWS, K, BLOCK_R, BLOCK_C, CT)[None, :]
-        weights = weights_at(logits_ptr, one, k, largest, total, ROWS, K, MIXING, CT)
-        if MIXING == SOFTMAX:
-            found = weights * (found - mean[:, None])
-        elif MIXING == TANH:
-            found = found * (1 - weights * weights)
-        tl.store(dlogits_ptr + (one * K)[:, None] + k[None, :], found, mask=(k < K)[None, :])
+            store_logits(dlogits_ptr, one, k, found, weights, mean, K, MIXING)
+
+
+@triton.jit
+def store_logits(dlogits_ptr, row, k, found, weights, mean, K: tl.constexpr, MIXING: tl.constexpr):
+    """``found``, the gradient of the weights ``[1, k]``, through the mixing; mean: of it, by the weights."""
+    if MIXING == SOFTMAX:
+        found = weights * (found - mean[:, None])
+    elif MIXING == TANH:
+        found = found * (1 - weights * weights)
+    tl.store(dlogits_ptr + (row * K)[:, None] + k[None, :], found, mask=(k < K)[None, :])
 
 
 @triton.jit
@@ -241,24 +291,46 @@ def row_sums(
 # ---- Launchers
 
 
-def forward_tile(templates: int, element: tl.dtype) -> dict[str, int]:
-    """Larger ones spill registers, on AMD those of 16 bits; smaller ones of fp32 do so on NVIDIA."""
-    if element == tl.float64:
-        return {"BLOCK_L": 16, "BLOCK_K": 16, "BLOCK_P": 64}
-    return {"BLOCK_L": 16, "BLOCK_K": power(templates, 16, 32), "BLOCK_P": 256 if element == tl.float32 else 128}
+#: Programs of a launch, if there are columns enough: no more than keep what each of them reads and writes beside bank
+#: and gradients (the logits, its part of the gradient of the weights) within OVERHEAD of all bytes, as in CUDA C++.
+LEAST_PROGRAMS, MOST_PROGRAMS, OVERHEAD = 64, 1024, 0.045
+#: Groups of 16 rows whose weights a program keeps; more of them spill registers in the backward.
+MOST_GROUPS = 9
 
 
-def backward_tile(rows: int, templates: int, wide: tl.dtype) -> dict[str, Any]:
-    """Larger ones spill registers: there are two products in the loop."""
-    few = wide == tl.float64
+def programs(numbers: int, of_each: int, tiles: int) -> int:
+    """``numbers``: of bank, result and gradients; ``of_each``: what a program adds to them."""
+    return min(max(int(OVERHEAD * numbers / of_each), LEAST_PROGRAMS), MOST_PROGRAMS, tiles)
+
+
+def forward_tile(rows: int, templates: int, element: tl.dtype) -> dict[str, Any]:
+    """Larger ones spill registers, on AMD those of 16 bits; smaller ones of fp32 do so on NVIDIA where weights are made
+    tile by tile."""
+    few = element == tl.float64
+    block_k, groups = 16 if few else power(templates, 16, 32), triton.cdiv(rows, 16)
+    held = groups <= (1 if few else MOST_GROUPS) and templates <= block_k
+    columns = 64 if few else 256 if element == tl.float32 and not held else 128
+    return {"GROUPS": groups if held else 0, "BLOCK_L": 16, "BLOCK_K": block_k, "BLOCK_P": columns}
+
+
+def backward_tile(rows: int, templates: int, element: tl.dtype) -> dict[str, Any]:
+    """Larger ones spill registers: there are two products in the loop, and weights and sums of each group of rows."""
+    few, groups = element == tl.float64, triton.cdiv(rows, 16)
+    held = groups <= (1 if few else MOST_GROUPS)
+    columns = 32 if few or (held and groups > 1) else 64
+    if held and groups > 6 and element == tl.float32:
+        columns = 16
     return {
-        "BLOCK_L": 16, "BLOCK_K": 16 if few else power(templates, 16, 32), "BLOCK_P": 32 if few else 64,
-        "ONE": rows <= 16,
+        "GROUPS": groups if held else 0, "BLOCK_L": 16, "BLOCK_K": 16 if few else power(templates, 16, 32),
+        "BLOCK_P": columns,
     }  # fmt: skip
 
 
-#: What loops load ahead takes shared memory and registers.
-ONE_STAGE = {**OPTIONS, "num_stages": 1}
+def backward_options(groups: int, element: tl.dtype) -> dict[str, Any]:
+    """What loops load ahead takes shared memory and registers; several groups of fp32 have twice the threads."""
+    return {**OPTIONS, "num_stages": 1, "num_warps": 8 if groups > 1 and element == tl.float32 else 4}
+
+
 #: Of the sums of parts: so many of them, and templates, at once.
 FINISH_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
 
@@ -280,9 +352,13 @@ def template_mix_forward(logits: Tensor, bank: Tensor, mixing: int) -> Tensor:
     shared = _arguments(logits, bank, mixing)
     out = bank.new_empty((*logits.shape[:-1], bank.shape[1]))
     if out.numel() > 0:
-        blocks = forward_tile(shared["K"], shared["DT"])
+        rows, templates, size = shared["ROWS"], shared["K"], shared["SIZE"]
+        blocks = forward_tile(rows, templates, shared["DT"])
+        parts = triton.cdiv(size, blocks["BLOCK_P"])
+        if blocks["GROUPS"] > 0:
+            parts = programs((rows + templates) * size, rows * templates, parts)
         with guard(bank):
-            forward_kernel[(triton.cdiv(shared["SIZE"], blocks["BLOCK_P"]),)](out_ptr=out, **shared, **blocks)
+            forward_kernel[(parts,)](out_ptr=out, **shared, **blocks)
     return out
 
 
@@ -298,15 +374,16 @@ def template_mix_backward(
     if grad.numel() == 0:
         return [each.zero_() for each in found]
     rows, templates, size = shared["ROWS"], shared["K"], shared["SIZE"]
-    blocks = backward_tile(rows, templates, shared["CT"])
-    tiles = triton.cdiv(size, blocks["BLOCK_P"])
-    share = (triton.cdiv(tiles, PROGRAMS) if blocks["ONE"] else 1) * blocks["BLOCK_P"]
-    parts = triton.cdiv(size, share)
-    partials = bank.new_empty((parts, rows, templates), dtype=compute_dtype(bank)) if needs[0] else None
+    blocks = backward_tile(rows, templates, shared["DT"])
+    parts, wide = triton.cdiv(size, blocks["BLOCK_P"]), compute_dtype(bank)
+    if blocks["GROUPS"] > 0:  # of each: the logits, and its part of the gradient of the weights twice
+        of_each = (1 + 2 * wide.itemsize // bank.element_size()) * rows * templates
+        parts = programs((rows + 2 * templates) * size, of_each, parts)
+    partials = bank.new_empty((parts, rows, templates), dtype=wide) if needs[0] else None
     with guard(bank):
         backward_kernel[(parts, triton.cdiv(templates, blocks["BLOCK_K"]))](
-            grad_ptr=grad.contiguous(), dbank_ptr=found[1] if needs[1] else None, partials_ptr=partials, share=share,
-            **{**shared, **ONE_STAGE}, **blocks,
+            grad_ptr=grad.contiguous(), dbank_ptr=found[1] if needs[1] else None, partials_ptr=partials,
+            **{**shared, **backward_options(blocks["GROUPS"], shared["DT"])}, **blocks,
         )  # fmt: skip
         if partials is not None:
             finish_kernel[(rows,)](
@@ -320,20 +397,21 @@ def template_mix_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Of few layers and many."""
+    """Of few layers, many, and more than a program keeps the weights of: of fp64 that is all beyond few."""
     p, w = dtype.pointer, dtype.wide_pointer
     found = []
-    for case, rows, mixing in (("l16-tanh", 16, 1), ("l144", 144, 0)):
+    cases = [("l16-tanh", 16, 1), ("l96", 96, 0), ("l144", 144, 0), ("l160", 160, 0)]
+    for case, rows, mixing in (cases[0], cases[-1]) if dtype.name == "fp64" else cases:
         shared = {
             "logits_ptr": p, "bank_ptr": p, "K": 32, "MIXING": mixing,
             "PRECISION": TF32_THRICE if dtype.name == "fp32" else IEEE, "DT": dtype.element, "CT": dtype.compute,
         }  # fmt: skip
-        backward = {
-            **shared, "grad_ptr": p, "dbank_ptr": p, "partials_ptr": w, **backward_tile(rows, 32, dtype.compute)
-        }  # fmt: skip
-        forward = {**shared, "out_ptr": p, **forward_tile(32, dtype.element)}
+        blocks = backward_tile(rows, 32, dtype.element)
+        options = backward_options(blocks["GROUPS"], dtype.element)
+        backward = {**shared, "grad_ptr": p, "dbank_ptr": p, "partials_ptr": w, **blocks}
+        forward = {**shared, "out_ptr": p, **forward_tile(rows, 32, dtype.element)}
         found.append(Specialisation(forward_kernel, forward, OPTIONS, case, {"PRECISION": IEEE}))
-        found.append(Specialisation(backward_kernel, backward, ONE_STAGE, case, {"PRECISION": IEEE}))
+        found.append(Specialisation(backward_kernel, backward, options, case, {"PRECISION": IEEE}))
     finish = {
         "partials_ptr": w, "logits_ptr": p, "dlogits_ptr": p, "K": 32, "MIXING": 0, "CT": dtype.compute, **FINISH_TILE
     }  # fmt: skip

@@ -18,7 +18,10 @@ from tests.helpers.backends import same_bits
 
 NAN, INF = float("nan"), float("inf")
 by_mixing = pytest.mark.parametrize("mixing", MIXINGS)
-SHAPES = [((16,), 4, 2000), ((3, 5), 17, 131), ((7,), 33, 1100), ((150,), 32, 130), ((2,), 16, 64)]  # [..., K], P
+SHAPES = [  # [..., K], P; rows by which the kernels choose what they keep: 16, 96, 144, more
+    ((16,), 4, 2000), ((3, 5), 17, 131), ((7,), 33, 1100), ((40,), 5, 333), ((144,), 32, 130), ((150,), 32, 130),
+    ((2,), 16, 64),
+]  # fmt: skip
 SMALL = [((), 1, 1), ((1,), 1, 5), ((3,), 5, 1), ((2, 3), 3, 67)]
 EMPTY = [((0,), 3, 4), ((2, 0), 3, 4), ((2,), 3, 0)]
 
