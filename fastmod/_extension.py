@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
+OLDER = f"the extension was built from older sources; rebuild it with: {REBUILD}"
 
 #: The pybind11 module, or None.
 MODULE: ModuleType | None = None
@@ -64,13 +65,25 @@ def _load() -> None:
         else:
             if hasattr(torch.ops.fastmod, "multiplex"):
                 # Older extensions defined the ops themselves, autograd and all.
-                STATUS = f"the extension was built from older sources; rebuild it with: {REBUILD}"
+                STATUS = OLDER
             else:
                 MODULE, LOADED = module, True
                 _keep_freed_memory()
                 STATUS = f"loaded, built for {stamp.get('devices')}"
                 return
-    warnings.warn(f"fastmod: {STATUS}. Plain PyTorch serves until then.", RuntimeWarning, stacklevel=3)
+    _warn()
+
+
+def _warn() -> None:
+    warnings.warn(f"fastmod: {STATUS}. Plain PyTorch serves until then.", RuntimeWarning, stacklevel=4)
+
+
+def leave_unused() -> None:
+    """The extension was loaded, and then a schema turned out to have other arguments than its kernel."""
+    global MODULE, LOADED, STATUS
+    if LOADED:
+        MODULE, LOADED, STATUS = None, False, OLDER
+        _warn()
 
 
 def native_devices() -> tuple[str, ...]:

@@ -7,18 +7,23 @@ implement the schemas, so that everything here holds for both, and exists withou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fastmod import _extension
 from fastmod._compiler import in_graph
 
 #: Native kernels and Triton's have a namespace each, since both may serve one device.
 NAMESPACES = ("fastmod", "fastmod_triton")
 # torch drops the definitions with the object that made them.
 _libraries = [torch.library.Library(namespace, "FRAGMENT") for namespace in NAMESPACES]
+
+#: For schemas that an extension from older sources contradicts: it stays unused, and importing works.
+_unused = torch.library.Library("fastmod_unused", "FRAGMENT")
 
 #: ``(native, triton)``, chosen by ``kernel[triton]``.
 Kernel = tuple[Any, Any]
@@ -36,15 +41,28 @@ def define(
     name = schema.split("(", 1)[0]
     schemas = schema, schema.replace(") ->", f", {triton_more}) ->") if triton_more else schema
     kernels = []
-    for namespace, library, own in zip(NAMESPACES, _libraries, schemas, strict=True):
-        known = getattr(torch.ops, namespace)
-        if not hasattr(known, name):  # an extension from older sources, which stays unused, may have defined it
-            library.define(own)
-        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-        kernel = getattr(known, name).default
+    for library, own in zip(_libraries, schemas, strict=True):
+        library = _defined(library, own)
+        torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+        kernel = getattr(getattr(torch.ops, library.ns), name).default
         torch.library.register_vmap(kernel, (rule or by_elements)(kernel), lib=library)
         kernels.append(kernel)
     return kernels[0], kernels[1]
+
+
+def _defined(library: torch.library.Library, schema: str) -> torch.library.Library:
+    """Where the schema could be defined: elsewhere, if an extension from older sources has the name."""
+    known = hasattr(getattr(torch.ops, library.ns), schema.split("(", 1)[0])  # older ones defined it themselves
+    try:
+        if not known:
+            library.define(schema)
+            return library
+    except RuntimeError:  # or have a kernel of that name with other arguments
+        if not _extension.LOADED:
+            raise
+    _extension.leave_unused()
+    _unused.define(schema)
+    return _unused
 
 
 class Op(torch.autograd.Function):
@@ -162,12 +180,13 @@ def from_kernels(
         ``run(triton, *arguments)``, with the arguments of ``forward``; for torch.compile one node.
     """
     asks = backward[0]._schema.arguments[-1].name == "needs"
+    everything = (True,) * tensors  # what is mostly needed, without a search for places
 
     def by_kernel(numbers: tuple[Any, ...], *given: Tensor | None) -> tuple[Tensor, ...]:
         triton, rest, needs = numbers
         found = backward[triton](*given, *rest, needs) if asks else backward[triton](*given, *rest)
-        each = (found,) if isinstance(found, Tensor) else found
-        return tuple(value for value, need in zip(each, needs, strict=True) if need)
+        each: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else tuple(found)
+        return each if needs == everything else tuple(itertools.compress(each, needs))
 
     def by_reference(numbers: tuple[Any, ...], grad: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
         _, rest, needs = numbers
@@ -181,9 +200,11 @@ def from_kernels(
         ctx.save_for_backward(*inputs[1 : 1 + tensors])
 
     def node(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[1 : 1 + tensors]
-        found = gradients(by_kernel, by_reference, (ctx.triton, ctx.rest, needs), grad, *ctx.saved_tensors)
-        return None, *spread(found, _places(needs), tensors + len(ctx.rest))
+        rest, needs = ctx.rest, ctx.needs_input_grad[1 : 1 + tensors]
+        found = gradients(by_kernel, by_reference, (ctx.triton, rest, needs), grad, *ctx.saved_tensors)
+        if needs == everything:
+            return None, *found, *(None,) * len(rest)
+        return None, *spread(found, _places(needs), tensors + len(rest))
 
     methods: dict[str, Callable[..., Any]] = {"forward": kernel, "setup_context": setup_context, "backward": node}
     op = type(name, (Op,), {key: staticmethod(method) for key, method in methods.items()})

@@ -76,16 +76,28 @@ def test_extension_that_does_not_load(copy: Path) -> None:
     assert found.startswith("1 reference") and "does not load" in found
 
 
-def test_extension_from_older_sources(copy: Path) -> None:
-    """It defined the ops itself: importing still works, and plain PyTorch serves."""
-    program = """
+def test_extension_that_defines_the_ops(copy: Path) -> None:
+    """As those of older sources did, with other arguments: importing still works, and plain PyTorch serves."""
+    (library,) = copy.glob("_C*")
+    library.unlink()
+    (copy / "_C.py").write_text("""
 import torch
 older = torch.library.Library("fastmod", "DEF")
 older.define("multiplex(Tensor x) -> Tensor")
 for name in ("gated_residual_forward", "gated_residual_forward.triton"):
     older.define(f"{name}(Tensor x, Tensor new, Tensor gate) -> Tensor")
-"""
-    found = use(copy, program + USE)
+""")
+    found = use(copy)
+    assert found.startswith("1 reference") and "older sources" in found and "pip install" in found
+
+
+def test_extension_whose_kernels_have_other_arguments(copy: Path) -> None:
+    """The sources moved on and nobody built: what torch would refuse to define must not end the import."""
+    op = copy / "ops" / "gated_residual.py"
+    op.write_text(
+        op.read_text().replace("gated_residual_forward(Tensor x,", "gated_residual_forward(int more, Tensor x,")
+    )
+    found = use(copy)
     assert found.startswith("1 reference") and "older sources" in found and "pip install" in found
 
 
