@@ -33,10 +33,28 @@ inline void check_parameter(const at::Tensor& x, const at::Tensor& param, const 
   }
 }
 
+// Tensors that need not be alike under autocast.
+inline void check_mixed(const at::Tensor& first, const at::Tensor& other, const LowType& low, const char* name) {
+  TORCH_CHECK_TYPE(!low || *low == at::kBFloat16 || *low == at::kHalf, "low: expected bfloat16 or float16");
+  check_parameter(first, other, other, low, name);
+}
+// Of a result, whose dtype is `low` if that is given.
+inline void check_grad(const at::Tensor& first, const at::Tensor& grad, const LowType& low) {
+  if (!low) return check_like(first, grad, "grad");
+  TORCH_CHECK(grad.device() == first.device(), "grad: expected device ", first.device(), ", got ", grad.device());
+  TORCH_CHECK_TYPE(grad.scalar_type() == *low, "grad: expected ", *low, ", got ", grad.scalar_type());
+}
+
 inline void check_float(const at::Tensor& tensor, const char* name) {
   const auto type = tensor.scalar_type();
   TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf, name,
                    ": expected float32, float64, bfloat16 or float16, got ", type);
+}
+
+// Of the gradient of a temperature: its own dtype, if that has 16 bits, else the compute dtype.
+inline at::ScalarType tau_type(const std::optional<at::Tensor>& tau, const at::Tensor& like) {
+  if (tau && (tau->scalar_type() == at::kHalf || tau->scalar_type() == at::kBFloat16)) return tau->scalar_type();
+  return like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // One number, or one for each of several nets at once: see MfnnrSizes.
@@ -58,9 +76,10 @@ inline void check_routing(const std::optional<at::Tensor>& tau, double tau_value
 // Returns how many copies there are: temperature and seed, as far as there are any, have one number for each then, and
 // all other tensors the copies in front. 0: no such dimension.
 inline int64_t check_multiplex(const at::Tensor& blocks, const at::Tensor& logits,
-                               const std::optional<at::Tensor>& tau, const std::optional<at::Tensor>& seed) {
+                               const std::optional<at::Tensor>& tau, const std::optional<at::Tensor>& seed,
+                               const LowType& low) {
   check_float(blocks, "blocks");
-  check_like(blocks, logits, "logits");
+  check_mixed(blocks, logits, low, "logits");
   TORCH_CHECK_VALUE(blocks.dim() >= 2 && logits.dim() == blocks.dim() && blocks.size(-2) > 0 &&
                         blocks.sizes().slice(0, blocks.dim() - 1) == logits.sizes().slice(0, logits.dim() - 1),
                     "expected blocks [..., M, D] and logits [..., M, N], got ", blocks.sizes(), " and ",
@@ -73,10 +92,11 @@ inline int64_t check_multiplex(const at::Tensor& blocks, const at::Tensor& logit
   return numbers->size(0);
 }
 
-inline void check_gated_residual(const at::Tensor& x, const at::Tensor& fresh, const at::Tensor& gate) {
+inline void check_gated_residual(const at::Tensor& x, const at::Tensor& fresh, const at::Tensor& gate,
+                                 const LowType& low) {
   check_float(x, "x");
-  check_like(x, fresh, "new");
-  check_like(x, gate, "gate");
+  check_mixed(x, fresh, low, "new");
+  check_mixed(x, gate, low, "gate");
   TORCH_CHECK_VALUE(x.dim() >= 2 && x.sizes() == fresh.sizes() && gate.sizes() == x.sizes().slice(0, x.dim() - 1),
                     "expected x and new [..., N, D] and gate [..., N], got ", x.sizes(), ", ", fresh.sizes(), " and ",
                     gate.sizes());

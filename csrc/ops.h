@@ -14,16 +14,19 @@ namespace fastmod {
 using OptionalTensor = std::optional<at::Tensor>;
 
 at::Tensor multiplex_forward(const at::Tensor& blocks, const at::Tensor& logits, const OptionalTensor& tau,
-                             double tau_value, const OptionalTensor& seed, int64_t mode);
+                             double tau_value, const OptionalTensor& seed, int64_t mode,
+                             std::optional<at::ScalarType> low);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> multiplex_backward(const at::Tensor& grad, const at::Tensor& blocks,
                                                                   const at::Tensor& logits, const OptionalTensor& tau,
                                                                   double tau_value, const OptionalTensor& seed,
-                                                                  int64_t mode);
+                                                                  int64_t mode, std::optional<at::ScalarType> low);
 
-at::Tensor gated_residual_forward(const at::Tensor& x, const at::Tensor& fresh, const at::Tensor& gate);
+at::Tensor gated_residual_forward(const at::Tensor& x, const at::Tensor& fresh, const at::Tensor& gate,
+                                  std::optional<at::ScalarType> low);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_residual_backward(const at::Tensor& grad, const at::Tensor& x,
                                                                        const at::Tensor& fresh,
-                                                                       const at::Tensor& gate);
+                                                                       const at::Tensor& gate,
+                                                                       std::optional<at::ScalarType> low);
 
 at::Tensor range_penalty_forward(at::TensorList logits, double threshold);
 std::vector<at::Tensor> range_penalty_backward(const at::Tensor& grad, at::TensorList logits, double threshold);

@@ -27,6 +27,7 @@ from fastmod.kernels._common import (
     uniform_of,
 )
 from fastmod.kernels._images import read, rounded
+from fastmod.kernels._stack import store_sum, sum_of
 
 
 @triton.jit
@@ -349,3 +350,10 @@ def tiled_backward_kernel(
             dblocks_ptr + begin * M * D + ((b * M + m) * D + d), rounded(spread, dblocks_ptr.dtype.element_ty),
             mask=there & exists & (d < D),
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["parts"])
+def tau_kernel(parts_ptr, dtau_ptr, parts: tl.int32, BLOCK: tl.constexpr, CT: tl.constexpr):
+    """A program a copy: the gradient of its temperature, in the dtype that it has."""
+    copy = tl.program_id(0).to(tl.int64)
+    store_sum(dtau_ptr + copy, sum_of(parts_ptr + copy * parts, parts, 1, BLOCK, CT))

@@ -254,6 +254,15 @@ def sum_of(ptr, count, step, BLOCK: tl.constexpr, CT: tl.constexpr):
     return tl.sum(found, axis=0)
 
 
+@triton.jit
+def store_sum(to_ptr, total):
+    """In the dtype of its place, rounded to nearest."""
+    T: tl.constexpr = to_ptr.dtype.element_ty
+    if T.primitive_bitwidth == 16:
+        total = total.to(tl.float32)
+    tl.store(to_ptr, rounded(total, T))
+
+
 # ---- Routing. Rows are (b, n), the columns of their tiles the M blocks.
 
 

@@ -19,12 +19,12 @@ import triton.language as tl
 from fastmod.kernels import gated_residual, multiplex, smfr
 from fastmod.kernels._common import OPTIONS, TRITON_TYPES, compute_type, guard
 from fastmod.kernels._images import IEEE, TF32_THRICE, rounded
-from fastmod.kernels._stack import SLOPE, accumulate, finish, kind, sum_of, weight_gradient
+from fastmod.kernels._stack import SLOPE, accumulate, finish, kind, store_sum, sum_of, weight_gradient
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._autograd import one_by_one
-from fastmod.ops._checks import compute_dtype
+from fastmod.ops._checks import compute_dtype, tau_dtype
 from fastmod.ops.mfnnr import BATCH_TILE, NO_PENALTY, saved_rows
 from fastmod.ops.multiplex import MODES
 
@@ -125,7 +125,7 @@ def weights_kernel(
             total = tl.zeros([], CT)
             if dtaus_ptr is not None:
                 total = sum_of(dtaus_ptr, parts, 1, BLOCK_T, CT)
-            tl.store(dtau_ptr, total)
+            store_sum(dtau_ptr, total)
 
 
 # ---- Launchers
@@ -306,7 +306,7 @@ def _weights(
     reads beside x."""
     results = [torch.empty_like(p) for p in params]
     sizes = WEIGHT_TILE_FP64 if x.dtype == torch.float64 else WEIGHT_TILE
-    read = [x.new_empty(0, dtype=dtau.dtype) if t is None else t for t in below]
+    read = [x.new_empty(0, dtype=compute_dtype(x)) if t is None else t for t in below]
     kept = [0 if t is None else t.shape[1] for t in below]
     for first in range(0, max(len(params) // 2, 1), MOST_LINEARS):
         own = slice(first, first + MOST_LINEARS)
@@ -349,7 +349,7 @@ def mfnnr_backward(
             grad_out, grad_penalty, x, layers, tau_value, mode, context, threshold, [], [saved], need_x, need_params,
             low,
         )  # fmt: skip
-        return [found.x, *(found.taus or [multiplex.zero_tau(x, layers[0].nets)]), *found.params]
+        return [found.x, *(found.taus or [multiplex.zero_tau(tau, x, layers[0].nets)]), *found.params]
     if route[0].dim() > 2:
         own = grad_out, grad_penalty, x, route, update, tau, tau_value, seed, mode, context, threshold, saved
         return one_by_one(mfnnr_backward, route[0].shape[0], *own, need_x, need_params, low)
@@ -359,7 +359,7 @@ def mfnnr_backward(
     if threshold == NO_PENALTY:
         grad_penalty = None
     if batch == 0 or (grad_out is None and grad_penalty is None):
-        grads = [torch.zeros(x.shape if need_x else (0,), dtype=x.dtype, device=x.device), multiplex.zero_tau(x)]
+        grads = [torch.zeros(x.shape if need_x else (0,), dtype=x.dtype, device=x.device), multiplex.zero_tau(tau, x)]
         return grads + ([p.new_zeros(p.shape) for p in [*route, *update]] if need_params else [])
     params = [p.contiguous() for p in [*route, *update]]
     route, update = params[: len(route)], params[len(route) :]
@@ -390,7 +390,7 @@ def mfnnr_backward(
         launch_add = None if dcontext is None else dcontext.view(batch, m, d)
         multiplex.launch_backward_blocks(weights, g, launch_add, mixed.view(batch, m, d))
         _through(of_route[0], route[0], dx.view(batch, m * d), blocks, dtype, base=mixed)
-    dtau = x.new_empty((), dtype=du.dtype)
+    dtau = x.new_empty((), dtype=tau_dtype(tau, x))
     below = [None, *cut.route[:-1], cut.routed, *cut.update[:-1]]
     results = _weights([*of_route, *of_update], below, blocks, params if need_params else [], dtaus, dtau, dtype)
     return [dx, dtau, *results]

@@ -13,19 +13,22 @@ from fastmod.kernels._multiplex import (
     backward_blocks_kernel,
     backward_logits_kernel,
     forward_kernel,
+    tau_kernel,
     tiled_backward_kernel,
     tiled_forward_kernel,
 )
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
-from fastmod.ops._checks import compute_dtype
+from fastmod.ops._checks import compute_dtype, tau_dtype
 from fastmod.ops.multiplex import MODES, copies_of
 
 #: Numbers of a product ``[b, m, n, d]`` for each warp, by the compute dtype: more spill registers.
 WARP_TILE = {tl.float32: 4096, tl.float64: 2048}
 #: Of a batch element, in a tile, where there are several copies.
 COPIED_WEIGHTS = 256
+#: Parts of the gradient of tau that are added up at a time.
+TAU_BLOCK = 256
 
 
 def tile_of(batch: int, m: int, n: int, d: int, wide: tl.dtype, copies: int = 1) -> dict[str, Any] | None:
@@ -176,9 +179,20 @@ def launch_tiled_backward(
     return dlogits, partials
 
 
-def zero_tau(like: Tensor, copies: Sequence[int] = ()) -> Tensor:
-    """The gradient of a tau that got none: 0-d or one a copy, compute dtype."""
-    return torch.zeros(tuple(copies), dtype=compute_dtype(like), device=like.device)
+def zero_tau(tau: Tensor | None, like: Tensor, copies: Sequence[int] = ()) -> Tensor:
+    """The gradient of a tau that got none: 0-d or one a copy."""
+    return torch.zeros(tuple(copies), dtype=tau_dtype(tau, like), device=like.device)
+
+
+def sum_tau(partials: Tensor, tau: Tensor | None, like: Tensor, copies: torch.Size) -> Tensor:
+    """The gradient of tau from parts ``[copies, programs]``."""
+    found = torch.empty(copies, dtype=tau_dtype(tau, like), device=like.device)
+    with guard(like):
+        tau_kernel[(partials.shape[0],)](
+            parts_ptr=partials, dtau_ptr=found, parts=partials.shape[1], BLOCK=TAU_BLOCK, CT=compute_type(like),
+            **OPTIONS,
+        )  # fmt: skip
+    return found
 
 
 def multiplex_forward(
@@ -213,12 +227,11 @@ def multiplex_backward(
     mode: int,
     low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad ``[..., N, D]`` -> gradients of blocks, logits and tau (0-d or one a copy, compute dtype; zero without a tau
-    tensor)."""
+    """grad ``[..., N, D]`` -> gradients of blocks, logits and tau (0-d or one a copy; zero without a tau tensor)."""
     copies = copies_of(tau, seed)
     if grad.numel() == 0 or blocks.shape[-2] == 0:
         zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (blocks, logits)]
-        return zeros[0], zeros[1], zero_tau(blocks, copies)
+        return zeros[0], zeros[1], zero_tau(tau, blocks, copies)
     g, x, own = flat(grad), flat(blocks), flat(logits)
     dblocks = torch.empty(blocks.shape, dtype=blocks.dtype, device=blocks.device)
     batch, m, d = x.shape
@@ -234,7 +247,7 @@ def multiplex_backward(
         )
         assert weights is not None
         launch_backward_blocks(weights, g, None, dblocks)
-    dtau = zero_tau(blocks, copies) if partials is None else partials.sum(1).view(copies)
+    dtau = zero_tau(tau, blocks, copies) if partials is None else sum_tau(partials, tau, blocks, copies)
     return dblocks, dlogits.view(logits.shape), dtau
 
 
@@ -298,4 +311,6 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             **row_tile(d, dtype.compute), "CT": dtype.compute,
         }  # fmt: skip
         found.append(Specialisation(backward_blocks_kernel, blocks, OPTIONS, f"D{d}"))
+    tau = {"parts_ptr": w, "dtau_ptr": p, "BLOCK": TAU_BLOCK, "CT": dtype.compute}
+    found.append(Specialisation(tau_kernel, tau, OPTIONS))
     return found

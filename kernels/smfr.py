@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from fastmod.kernels._common import GUMBEL, OPTIONS, guard
+from fastmod.kernels._common import GUMBEL, OPTIONS, TRITON_TYPES, guard
 from fastmod.kernels._images import IEEE, TF32_THRICE
 from fastmod.kernels._stack import (
     Layer,
@@ -41,6 +41,7 @@ from fastmod.kernels._stack import (
     route,
     route_backward,
     routing,
+    store_sum,
     sum_of,
     through,
     tile,
@@ -51,7 +52,7 @@ from fastmod.kernels.gated_residual import gate_gradients, gate_rows
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
-from fastmod.ops._checks import compute_dtype
+from fastmod.ops._checks import compute_dtype, tau_dtype
 from fastmod.ops.mfnnr import BACKWARD as MFNNR_BACKWARD
 from fastmod.ops.mfnnr import BATCH_TILE, NO_PENALTY
 from fastmod.ops.mfnnr import FORWARD as MFNNR_FORWARD
@@ -262,7 +263,7 @@ def weight_kernel(
     tiles: tl.int32, grads_step: tl.int64, COPIES: tl.constexpr, POINTERS: tl.constexpr, ROUTE: tl.constexpr,
     UPDATE: tl.constexpr, EXTRA: tl.constexpr, PARAMS: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr,
-    DT: tl.constexpr, CT: tl.constexpr,
+    TT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Grid axis 1: linear layers, and if there are temperatures these as one more; axis 0: tiles of a weight, of many
     nets one net's after the other's, whose tables are those of their first programs.
@@ -300,7 +301,7 @@ def weight_kernel(
         if tile == 0:
             for layer in range(depth):
                 own_ptr = table_ptr + layer * (EXTRA + PARAMS)
-                tl.store(pointer_at(own_ptr, EXTRA - 1, CT), sum_of(dtaus_ptr + layer, programs, depth, BLOCK_T, CT))
+                store_sum(pointer_at(own_ptr, EXTRA - 1, TT), sum_of(dtaus_ptr + layer, programs, depth, BLOCK_T, CT))
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -393,12 +394,15 @@ def stack_backward(
     grad_penalty = None if threshold == NO_PENALTY else grad_penalty
     nothing = x.shape[:-2].numel() == 0 or (grad_out is None and grad_penalty is None)
     made = torch.zeros if nothing else torch.empty
+    of_taus = [tau_dtype(layer.tau, x) for layer in layers if layer.tau is not None]
+    one = of_taus[0] if len(set(of_taus)) == 1 else wide  # of all: the kernel writes them by one type
     result = StackGrads(
         made(x.shape if need_x else (*nets, 0), dtype=x.dtype, device=x.device),
-        [made(nets, dtype=wide, device=x.device) for layer in layers if layer.tau is not None],
+        [made(nets, dtype=one, device=x.device) for _ in of_taus],
         [made(p.shape, dtype=p.dtype, device=p.device) for layer in layers for p in layer.params if need_params],
     )
     if nothing:
+        result.taus[:] = [tau.to(dtype) for tau, dtype in zip(result.taus, of_taus, strict=True)]
         return result
     found = plan(x, layers, mode, context, low)
     below = [found.first, *[found.of_rows(t.to(low or x.dtype).contiguous()) for t in inputs]]
@@ -435,8 +439,9 @@ def stack_backward(
                 table_ptr=arguments["table_ptr"], grads_ptr=grads, dtaus_ptr=dtaus, B=found.batch, depth=len(layers),
                 linears=rows, programs=programs, tiles=most, grads_step=grads.numel() // found.copies,
                 COPIES=found.copies > 1, POINTERS=len(places), EXTRA=len(places) // len(layers) - of_params,
-                PARAMS=of_params, **same, **WEIGHT_TILE, **OPTIONS,
+                PARAMS=of_params, TT=TRITON_TYPES[one], **same, **WEIGHT_TILE, **OPTIONS,
             )  # fmt: skip
+    result.taus[:] = [tau.to(dtype) for tau, dtype in zip(result.taus, of_taus, strict=True)]
     return result
 
 
@@ -568,7 +573,8 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         kept = {name: shared[name] for name in ("table_ptr", "ROUTE", "UPDATE", "PRECISION", "PT", "DT", "CT")}
         weight = {
             **kept, "grads_ptr": w, "dtaus_ptr": w if gumbel else None, "COPIES": nets > 1, "POINTERS": len(pointers),
-            "EXTRA": len(pointers) // len(layers) - 2 * params, "PARAMS": 2 * params, **WEIGHT_TILE,
+            "EXTRA": len(pointers) // len(layers) - 2 * params, "PARAMS": 2 * params, "TT": dtype.compute,
+            **WEIGHT_TILE,
         }  # fmt: skip
         found += [
             Specialisation(forward_kernel, forward, NVIDIA_OPTIONS, case, stack_on_amd),

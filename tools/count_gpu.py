@@ -116,8 +116,16 @@ CASES = (
     _weights(shapes.masked_linear(128, 2000, 2000, 4), 4)._replace(part=_masked_columns),
     _weights(shapes.sample_mask(8192, 4), 4),
     _products(shapes.masked_conv2d(4, 32, 8, 64, 2)),
-    _products(shapes.norm_conv(1, 1, 16, 16, 16)),
-    _products(shapes.norm_conv(1, 1, 64, 64, 8), ("bf16",)),
+    _products(shapes.norm_conv(1, 1, 16, 16, 32)),
+    _products(shapes.norm_conv(1, 1, 32, 32, 16), ("fp32",)),
+    _products(shapes.norm_conv(1, 1, 64, 64, 8)),
+    _products(shapes.norm_conv(1, 1, 64, 64, 16), ("fp32",)),
+    _products(shapes.norm_conv(1, 1, 16, 32, 32, 2), ("fp32",)),
+    _products(shapes.norm_conv(1, 1, 32, 64, 16, 2), ("fp32",)),
+    _products(shapes.norm_conv(2, 1, 24, 144, 8, kernel=1), ("fp32",)),
+    _products(shapes.norm_conv(2, 1, 144, 24, 8, kernel=1), ("fp32",)),
+    _products(shapes.norm_conv(2, 1, 144, 144, 8, depthwise=True), ("fp32",)),
+    _products(shapes.norm_conv(1, 1, 144, 144, 16, depthwise=True), ("fp32",)),
     _pool_linear(4, 32, 8, 10),
     _squeeze_excite(4, 1, 48, 8, 12),
 )
@@ -130,12 +138,16 @@ class Counts(NamedTuple):
     mma: int
     lines: float  # 128-byte lines per load of a warp
     worst: float  # the same of the load that takes the most
+    images: float  # bytes read of activations, against what they hold; weights, vectors and partial sums apart
+    others: float  # bytes read of weights and vectors, against what they hold
+    races: int
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ptxvm", type=Path, help="folder of ptxvm.py")
     parser.add_argument("--op", action="append", help="only this op; repeat for several")
+    parser.add_argument("--shape", help="only shapes with this in their names")
     parser.add_argument("--write-launches", action="store_true", help="only write launches.csv and geometry.csv anew")
     asked = parser.parse_args()
     if asked.write_launches:
@@ -144,14 +156,18 @@ def main() -> None:
         return
     print(f"commit {commit()}, {ARCH}, nvcc {tools.nvcc_version(tools.nvcc())}\n")
     wanted = [case for case in CASES if not asked.op or case.shape.op in asked.op]
-    print_launches(asked.op)
-    print_resources({launch.name.partition(".")[0] for case in wanted for launch in ours(case)})
+    if asked.shape:
+        wanted = [case for case in wanted if asked.shape in case.shape.label]
+    else:
+        print_launches(asked.op)
+        print_resources({launch.name.partition(".")[0] for case in wanted for launch in ours(case)})
     if asked.ptxvm is None:
         print("Not counted: instructions, bytes and lines of a run. They need an interpreter of PTX: --ptxvm FOLDER.")
         return
     vm = interpreter(asked.ptxvm)
     columns = "case | dtype | kernel | launches | instructions per | read | written | lines per load, worst | mma"
-    print(f"| {columns} |\n{rule(9)}")
+    columns += " | activations read, of what they hold | weights and vectors | races"
+    print(f"| {columns} |\n{rule(12)}")
     for case in wanted:
         for dtype in case.dtypes:
             print_counts(case, dtype, vm)
@@ -232,11 +248,17 @@ def host_vm(module: Any) -> Any:
 
     class HostVM(module.VM):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(racecheck=True)
+            self.moved: dict[bool, list[Any]] = {False: [], True: []}  # written: first bytes and sizes
             size = (1 << 47) - _BASE
             self.mem = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(_BASE))
             self.valid = np.broadcast_to(np.uint8(1), (size,))
             self.kept: list[Any] = []
+
+        def tally(self, offsets: Any, space: str, size: int, lanes: Any, write: bool) -> None:
+            super().tally(offsets, space, size, lanes, write)
+            if space == "global":
+                self.moved[write].append(np.stack([offsets + _BASE, np.full(len(offsets), size)]))
 
         def alloc(self, array: Any) -> int:
             self.kept.append(np.ascontiguousarray(array))
@@ -265,6 +287,26 @@ def kernel(module: Any, name: str) -> Any:
     sys.exit(f"{name}: not in the PTX of {stem}.cu")
 
 
+def reads(vm: Any, launch: recorder.Launch, weight: int, vector: int) -> tuple[float, float]:
+    """Bytes read of activations, and of weights and vectors, each against the bytes that are read at least once.
+
+    Buffers are told apart by the pointers among the launch's arguments. What the launch also writes are partial sums,
+    left out; of the others, what is ``weight`` bytes long or no longer than ``vector`` is no activation."""
+    words = np.concatenate([np.frombuffer(each[: len(each) // 8 * 8], np.int64) for each in launch.arguments])
+    pointers = np.unique(words[(words > 1 << 20) & (words < 1 << 47)])
+    read, written = (np.concatenate(vm.moved[write], axis=1).astype(np.int64) for write in (False, True))
+    owner = np.searchsorted(pointers, read[0], side="right")
+    also_written = np.unique(np.searchsorted(pointers, written[0], side="right"))
+    totals = np.zeros((2, 2))  # activations, others: asked for, held
+    for buffer in np.setdiff1d(np.unique(owner), also_written):
+        own = read[:, owner == buffer]
+        held = len(np.unique(np.concatenate([own[0] + byte for byte in range(0, int(own[1].max()), 2)]) // 2)) * 2
+        other = held <= vector or held == weight
+        totals[int(other)] += own[1].sum(), held
+    asked, held_bytes = totals[:, 0], np.maximum(totals[:, 1], 1)
+    return float(asked[0] / held_bytes[0]), float(asked[1] / held_bytes[1])
+
+
 def print_counts(case: Case, dtype: str, module: Any) -> None:
     counts: list[tuple[str, Counts]] = []
     useful: dict[str, int] = {}
@@ -277,7 +319,12 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
         each = [lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")]
         worst = max(each, default=0.0)
         moved = told["global_read"], told["global_written"]
-        own = Counts(told["instructions"], *moved, told["mma"], told["lines_per_load"], worst)
+        again = (0.0, 0.0)
+        if case.shape.op == "norm_conv":
+            affine, weight = math.prod(case.shape.shapes[2]), math.prod(case.shape.shapes[1])
+            filters = math.prod(case.shape.shapes[1][:2])
+            again = reads(vm, launch, weight * launch_table.DTYPES[dtype].itemsize, 4 * max(affine, filters))
+        own = Counts(told["instructions"], *moved, told["mma"], told["lines_per_load"], worst, *again, len(vm.races))
         counts.append((launch.name, own))
 
     error = "not compared"
@@ -293,9 +340,10 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
         read, written = sum(each.read for each in own), sum(each.written for each in own)
         print(
             f"| `{case.shape.op}` {case.shape.label} | {dtype} | `{name}` | {len(own)} | {ratio:.2f} per {case.unit} "
-            f"| {read} | {written} | {lines} | {sum(each.mma for each in own)} |"
+            f"| {read} | {written} | {lines} | {sum(each.mma for each in own)} "
+            f"| {own[0].images:.2f} | {own[0].others:.2f} | {sum(each.races for each in own)} |"
         )
-    print(f"| | | largest error against fp64 | | {error} | | | | |", flush=True)
+    print(f"| | | largest error against fp64 | | {error} | | | | | | | |", flush=True)
 
 
 def interpret(vm: Any, code: Any, launch: recorder.Launch, blocks: Sequence[int] | None) -> None:

@@ -16,10 +16,10 @@ void over_rows(int64_t rows, int64_t d, const Tensor& like, Kernel kernel) {
   });
 }
 
-Tensor gated_residual_forward(const Tensor& x, const Tensor& fresh, const Tensor& gate) {
-  check_gated_residual(x, fresh, gate);
+Tensor gated_residual_forward(const Tensor& x, const Tensor& fresh, const Tensor& gate, LowType low) {
+  check_gated_residual(x, fresh, gate, low);
   const Tensor out = empty_wide(x.sizes(), x);
-  const Tensor xr = readable(x), f = readable(fresh), g = readable(gate);
+  const Tensor xr = readable(x, low), f = readable(fresh, low), g = readable(gate, low);
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
@@ -28,17 +28,17 @@ Tensor gated_residual_forward(const Tensor& x, const Tensor& fresh, const Tensor
     over_rows<T>(gate.numel(), args.d, x,
                  [&](int64_t begin, int64_t end) { kernel.gated_residual_forward(args, begin, end); });
   });
-  return in_type(out, x.scalar_type());
+  return in_type(out, low.value_or(x.scalar_type()));
 }
 
 std::tuple<Tensor, Tensor, Tensor> gated_residual_backward(const Tensor& grad, const Tensor& x, const Tensor& fresh,
-                                                           const Tensor& gate) {
-  check_gated_residual(x, fresh, gate);
-  check_like(x, grad, "grad");
+                                                           const Tensor& gate, LowType low) {
+  check_gated_residual(x, fresh, gate, low);
+  check_grad(x, grad, low);
   TORCH_CHECK_VALUE(grad.sizes() == x.sizes(), "grad: expected ", x.sizes(), ", got ", grad.sizes());
   const Tensor grad_x = empty_wide(x.sizes(), x), grad_fresh = empty_wide(x.sizes(), x);
   const Tensor grad_gate = empty_wide(gate.sizes(), gate);
-  const Tensor gr = readable(grad), xr = readable(x), f = readable(fresh), g = readable(gate);
+  const Tensor gr = readable(grad), xr = readable(x, low), f = readable(fresh, low), g = readable(gate, low);
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
@@ -54,8 +54,8 @@ std::tuple<Tensor, Tensor, Tensor> gated_residual_backward(const Tensor& grad, c
     over_rows<T>(gate.numel(), args.d, x,
                  [&](int64_t begin, int64_t end) { kernel.gated_residual_backward(args, begin, end); });
   });
-  const auto type = x.scalar_type();
-  return {in_type(grad_x, type), in_type(grad_fresh, type), in_type(grad_gate, type)};
+  return {in_type(grad_x, x.scalar_type()), in_type(grad_fresh, fresh.scalar_type()),
+          in_type(grad_gate, gate.scalar_type())};
 }
 
 }  // namespace

@@ -26,10 +26,26 @@ inline at::Tensor in_type(const at::Tensor& tensor, at::ScalarType type) {
   return tensor.scalar_type() == type ? tensor : tensor.to(type);
 }
 
+template <typename Low>
+void round_to(const at::Tensor& from, const at::Tensor& to) {
+  const float* read = from.const_data_ptr<float>();
+  float* written = to.data_ptr<float>();
+  for (int64_t i = 0; i < from.numel(); ++i) written[i] = static_cast<float>(static_cast<Low>(read[i]));
+}
+
+// `wide`, which is `tensor` in the compute dtype, rounded to `low` if that is given: in one pass where a cast and its way
+// back would be two.
+inline at::Tensor rounded(const at::Tensor& wide, const at::Tensor& tensor, const LowType& low) {
+  if (!low || tensor.scalar_type() == *low) return wide;
+  const at::Tensor from = wide.contiguous(), found = at::cpu::empty(wide.sizes(), wide.options());
+  *low == at::kHalf ? round_to<c10::Half>(from, found) : round_to<c10::BFloat16>(from, found);
+  return found;
+}
+
 // The tensor as the kernels read it: contiguous, fp64 or fp32.
-inline at::Tensor readable(const at::Tensor& tensor) {
+inline at::Tensor readable(const at::Tensor& tensor, const LowType& low = {}) {
   const at::Tensor wide = in_type(tensor, compute_type(tensor));
-  return wide.is_contiguous() ? wide : wide.contiguous();
+  return rounded(wide.is_contiguous() ? wide : wide.contiguous(), tensor, low);
 }
 
 // The same of a tensor with copies in front: contiguous within each, from one to the next any step, 0 where they share it.

@@ -29,20 +29,8 @@ struct Grads {
   std::vector<Tensor> taus, params;  // of layer after layer
 };
 
-template <typename Low>
-void round_to(const Tensor& from, const Tensor& to) {
-  const float* read = from.const_data_ptr<float>();
-  float* written = to.data_ptr<float>();
-  for (int64_t i = 0; i < from.numel(); ++i) written[i] = static_cast<float>(static_cast<Low>(read[i]));
-}
-
-// Rounded to `low` if it is given, in one pass where a cast and its way back would be two.
 Tensor readable(const Tensor& tensor, int64_t copies, const LowType& low = {}) {
-  const Tensor wide = copies ? readable_copies(tensor) : cpu::readable(tensor);
-  if (!low || tensor.scalar_type() == *low) return wide;
-  const Tensor from = wide.contiguous(), rounded = empty_wide(wide.sizes(), wide);
-  *low == at::kHalf ? round_to<c10::Half>(from, rounded) : round_to<c10::BFloat16>(from, rounded);
-  return rounded;
+  return copies ? rounded(readable_copies(tensor), tensor, low) : cpu::readable(tensor, low);
 }
 
 std::vector<Tensor> readable_list(TensorList tensors, int64_t copies, const LowType& low) {
@@ -424,7 +412,7 @@ std::vector<Tensor> mfnnr_backward(const OptionalTensor& grad_out, const Optiona
   const Grads grads = backward_stack(readable_grad(grad_out, s, x, low), penalty_grads(grad_penalty, s),
                                      {readable(x, s.copies, low)}, {layer}, {check_saved(saved, s, x)}, threshold,
                                      need_x, need_params);
-  std::vector<Tensor> result{in_type(grads.x, x.scalar_type()), grads.taus[0]};
+  std::vector<Tensor> result{in_type(grads.x, x.scalar_type()), in_type(grads.taus[0], tau_type(tau, x))};
   for (const Tensor& param : grads.params) result.push_back(in_type(param, route[0].scalar_type()));
   return result;
 }
@@ -491,7 +479,7 @@ std::vector<Tensor> smfr_backward(const OptionalTensor& grad_out, const Optional
   const Grads grads = backward_stack(readable_grad(grad_out, last, x, low), penalty_grads(grad_penalty, last), inputs,
                                      stack, activations, threshold, need_x, need_params);
   std::vector<Tensor> result{in_type(grads.x, x.scalar_type())};
-  if (!taus.empty()) result.insert(result.end(), grads.taus.begin(), grads.taus.end());
+  for (size_t l = 0; l < taus.size(); ++l) result.push_back(in_type(grads.taus[l], tau_type(taus[l], x)));
   for (const Tensor& param : grads.params) result.push_back(in_type(param, params[0].scalar_type()));
   return result;
 }

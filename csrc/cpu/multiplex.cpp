@@ -21,8 +21,9 @@ struct Copies {
   int64_t pieces;  // of one
 
   Copies(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
-         const OptionalTensor& seed, int64_t mode)
-      : size{0, blocks.size(-2), logits.size(-1), blocks.size(-1)}, dim(check_multiplex(blocks, logits, tau, seed)) {
+         const OptionalTensor& seed, int64_t mode, const LowType& low)
+      : size{0, blocks.size(-2), logits.size(-1), blocks.size(-1)},
+        dim(check_multiplex(blocks, logits, tau, seed, low)) {
     size.batch = leading_size(blocks, 2) / count();
     pieces = (size.batch + kElementsEach - 1) / kElementsEach;
     if (!dim) {
@@ -73,13 +74,14 @@ struct Copies {
 };
 
 Tensor multiplex_forward(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
-                         const OptionalTensor& seed, int64_t mode) {
-  const Copies copies(blocks, logits, tau, tau_value, seed, mode);
+                         const OptionalTensor& seed, int64_t mode, LowType low) {
+  const Copies copies(blocks, logits, tau, tau_value, seed, mode, low);
   auto shape = blocks.sizes().vec();
   shape[shape.size() - 2] = copies.size.n;
   const Tensor out = empty_wide(shape, blocks);
-  if (out.numel() == 0) return in_type(out, blocks.scalar_type());
-  const Tensor b = readable(blocks), l = readable(logits);
+  const auto type = low.value_or(blocks.scalar_type());
+  if (out.numel() == 0) return in_type(out, type);
+  const Tensor b = readable(blocks, low), l = readable(logits, low);
   with_compute_type(blocks, [&](auto zero) {
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
@@ -90,22 +92,22 @@ Tensor multiplex_forward(const Tensor& blocks, const Tensor& logits, const Optio
                         kernel.multiplex_forward(args, begin, end, scratch);
                       });
   });
-  return in_type(out, blocks.scalar_type());
+  return in_type(out, type);
 }
 
 std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad, const Tensor& blocks, const Tensor& logits,
                                                       const OptionalTensor& tau, double tau_value,
-                                                      const OptionalTensor& seed, int64_t mode) {
-  const Copies copies(blocks, logits, tau, tau_value, seed, mode);
+                                                      const OptionalTensor& seed, int64_t mode, LowType low) {
+  const Copies copies(blocks, logits, tau, tau_value, seed, mode, low);
   const BlockSizes& size = copies.size;
   TORCH_CHECK_VALUE(grad.dim() == blocks.dim() && grad.numel() == copies.count() * size.batch * size.n * size.d,
                     "grad: expected [..., N, D], got ", grad.sizes());
-  check_like(blocks, grad, "grad");
+  check_grad(blocks, grad, low);
   const auto wide = blocks.options().dtype(compute_type(blocks));
   if (grad.numel() == 0)
     return {at::zeros(blocks.sizes(), blocks.options()), at::zeros(logits.sizes(), logits.options()),
-            at::zeros(copies.taus(), wide)};
-  const Tensor g = readable(grad), b = readable(blocks), l = readable(logits);
+            at::zeros(copies.taus(), wide.dtype(tau_type(tau, blocks)))};
+  const Tensor g = readable(grad), b = readable(blocks, low), l = readable(logits, low);
   const Tensor grad_blocks = empty_wide(blocks.sizes(), blocks), grad_logits = empty_wide(logits.sizes(), logits);
   const Tensor grad_tau = at::empty(copies.taus(), wide);
   std::vector<double> parts(copies.count() * copies.pieces);
@@ -130,7 +132,8 @@ std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad, const 
       grad_tau.data_ptr<T>()[copy] = static_cast<T>(std::accumulate(first, first + copies.pieces, 0.0));
     }
   });
-  return {in_type(grad_blocks, blocks.scalar_type()), in_type(grad_logits, logits.scalar_type()), grad_tau};
+  return {in_type(grad_blocks, blocks.scalar_type()), in_type(grad_logits, logits.scalar_type()),
+          in_type(grad_tau, tau_type(tau, blocks))};
 }
 
 }  // namespace

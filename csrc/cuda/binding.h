@@ -62,6 +62,11 @@ template <typename T>
 Blocks<T> blocks_of(const Tensor& tensor) {
   return {tensor.data_ptr(), sizeof(T) == 2 && tensor.scalar_type() == at::kFloat};
 }
+template <typename T>
+Mixed<T> mixed(const Tensor& tensor) {
+  if (sizeof(T) == 2 && tensor.scalar_type() == at::kFloat) return {nullptr, data<float>(tensor)};
+  return {data<std::remove_const_t<T>>(tensor)};
+}
 template <typename Pointer>
 using Element = std::remove_pointer_t<Pointer>;
 
@@ -69,6 +74,13 @@ using Element = std::remove_pointer_t<Pointer>;
 inline const int64_t* seed_on_device(const Tensor& like, const Tensor& seed) {
   TORCH_CHECK(seed.device() == like.device(), "seed: expected device ", like.device(), ", got ", seed.device());
   return data<int64_t>(seed);
+}
+
+inline NumberType number_type(const Tensor& tensor) {
+  if (!tensor.defined()) return kWideNumber;
+  return tensor.scalar_type() == at::kHalf       ? kHalfNumber
+         : tensor.scalar_type() == at::kBFloat16 ? kBFloat16Number
+                                                 : kWideNumber;
 }
 
 // tau and seed as the kernels want them, both by pointer if they are tensors.
@@ -85,7 +97,7 @@ struct RoutingArguments {
     check_routing(tau_, tau_value_, seed_, mode_, copies);
     if (tau_) {
       TORCH_CHECK(tau_->device() == like.device(), "tau: expected device ", like.device(), ", got ", tau_->device());
-      tau = tau_->to(compute_type(like));
+      tau = tau_->to(tau_type(tau_, like));
       if (tau.dim()) tau_step = tau.stride(0);
     }
     if (mode != kGumbel) return;
@@ -94,7 +106,7 @@ struct RoutingArguments {
   }
   template <typename C>
   Routing<C> as() const {
-    return {mode, data<C>(tau), static_cast<C>(tau_value), seed, 0, tau_step, seed_step};
+    return {mode, data<C>(tau), static_cast<C>(tau_value), seed, 0, tau_step, seed_step, number_type(tau)};
   }
 };
 

@@ -47,6 +47,30 @@ __device__ inline void narrow(double value, double* out) { *out = value; }
 __device__ inline void narrow(float value, __half* out) { *out = __float2half_rn(value); }
 __device__ inline void narrow(float value, __nv_bfloat16* out) { *out = __float2bfloat16_rn(value); }
 
+template <typename C>
+__device__ inline C number_at(const C* numbers, NumberType type) {
+  if (type == kHalfNumber) return static_cast<C>(widen(*reinterpret_cast<const __half*>(numbers)));
+  if (type == kBFloat16Number) return static_cast<C>(widen(*reinterpret_cast<const __nv_bfloat16*>(numbers)));
+  return *numbers;
+}
+template <typename C>
+__device__ inline void put_number(C value, C* to, NumberType type) {
+  if (type == kHalfNumber) {
+    narrow(static_cast<float>(value), reinterpret_cast<__half*>(to));
+  } else if (type == kBFloat16Number) {
+    narrow(static_cast<float>(value), reinterpret_cast<__nv_bfloat16*>(to));
+  } else {
+    *to = value;
+  }
+}
+// So many numbers further.
+template <typename C>
+__host__ __device__ inline C* number_after(C* numbers, NumberType type, int64_t steps) {
+  using Byte = std::conditional_t<std::is_const_v<C>, const unsigned char, unsigned char>;
+  const int64_t each = type == kWideNumber ? static_cast<int64_t>(sizeof(C)) : 2;
+  return reinterpret_cast<C*>(reinterpret_cast<Byte*>(numbers) + steps * each);
+}
+
 __device__ inline float exponential(float value) { return expf(value); }
 __device__ inline double exponential(double value) { return exp(value); }
 __device__ inline float logarithm(float value) { return logf(value); }

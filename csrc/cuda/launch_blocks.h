@@ -20,25 +20,27 @@ struct Routing {
   const int64_t* seed;
   int64_t seed_value;
   int64_t tau_step = 0, seed_step = 0;  // from copy to copy
+  NumberType tau_type = kWideNumber;
 };
 
 // ---- multiplex.cu, multiplex_backward.cu: float, double, __half, __nv_bfloat16
 //
 // Each function is one launch, for any number of copies up to 65535; the backward of rows too large for shared memory one
-// a copy. The values of a copy are those that it would have alone, noise and all.
+// a copy. The values of a copy are those that it would have alone, noise and all. Of T 16 bits wide each of blocks and
+// logits may be fp32, and so is its gradient then.
 
 template <typename T>
-cudaError_t multiplex_forward(const T* blocks, const T* logits, T* out, Routing<Compute<T>> routing, Shape shape,
-                              cudaStream_t stream);
+cudaError_t multiplex_forward(Mixed<const T> blocks, Mixed<const T> logits, T* out, Routing<Compute<T>> routing,
+                              Shape shape, cudaStream_t stream);
 
 // grad [batch, n, d] -> grad_blocks [batch, m, d], grad_logits [batch, m, n] and grad_tau (one a copy, zero unless
-// routing.tau is a pointer). Without a batch nothing is written. Scratch as for norm_conv; learned: tau is a pointer.
+// routing.tau is a pointer), which is of routing.tau_type, too. Without a batch nothing is written. Scratch as for norm_conv; learned: tau is a pointer.
 template <typename T>
 Scratch multiplex_backward_scratch(Shape shape, bool learned);
 template <typename T>
-cudaError_t multiplex_backward(const T* grad, const T* blocks, const T* logits, T* grad_blocks, T* grad_logits,
-                               Compute<T>* grad_tau, Routing<Compute<T>> routing, Compute<T>* scratch,
-                               unsigned* tickets, Shape shape, cudaStream_t stream);
+cudaError_t multiplex_backward(const T* grad, Mixed<const T> blocks, Mixed<const T> logits, Mixed<T> grad_blocks,
+                               Mixed<T> grad_logits, Compute<T>* grad_tau, Routing<Compute<T>> routing,
+                               Compute<T>* scratch, unsigned* tickets, Shape shape, cudaStream_t stream);
 
 // ---- gated_residual.cu: float, double, __half, __nv_bfloat16
 
@@ -48,14 +50,16 @@ struct GateShape {
   int64_t batch, n, d, new_stride, gate_stride;
 };
 
+// Of T 16 bits wide each of the three may be fp32, and so is its gradient then.
 template <typename T>
-cudaError_t gated_residual_forward(const T* x, const T* fresh, const T* gate, T* out, GateShape shape,
-                                   cudaStream_t stream);
+cudaError_t gated_residual_forward(Mixed<const T> x, Mixed<const T> fresh, Mixed<const T> gate, T* out,
+                                   GateShape shape, cudaStream_t stream);
 
 // grad_fresh and grad_gate have the strides of new and gate.
 template <typename T>
-cudaError_t gated_residual_backward(const T* grad, const T* x, const T* fresh, const T* gate, T* grad_x, T* grad_fresh,
-                                    T* grad_gate, GateShape shape, cudaStream_t stream);
+cudaError_t gated_residual_backward(const T* grad, Mixed<const T> x, Mixed<const T> fresh, Mixed<const T> gate,
+                                    Mixed<T> grad_x, Mixed<T> grad_fresh, Mixed<T> grad_gate, GateShape shape,
+                                    cudaStream_t stream);
 
 // ---- range_penalty.cu: float, double, __half, __nv_bfloat16
 
@@ -132,7 +136,8 @@ struct WeightGrads {
   int count, taus;
   bool allow_tf32;
   const Compute<T>* tau_partials;  // [taus, batch]; null: zeros
-  Compute<T>* tau[kTausTogether];  // their sums, each 0-d
+  Compute<T>* tau[kTausTogether];  // their sums, each 0-d and of tau_type
+  NumberType tau_type;
   WeightGrad<T, W> linear[kWeightsTogether];
 };
 template <typename T, typename W>
@@ -199,6 +204,7 @@ struct StackLayer {
   float tau_value;
   int n, rows;              // rows: width of all sections of `saved`
   int tau_step, seed_step;  // from one copy to the next
+  NumberType tau_type;
 };
 
 // Linear layers in the order of use: route and update of layer 0, of layer 1, ... m: blocks of x. Several nets of one

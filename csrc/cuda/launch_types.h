@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #if defined(FASTMOD_CUDA_HOST)
 #include "cuda_host.h"
@@ -26,6 +27,17 @@ struct ComputeOf<double> {
 };
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
+
+// A tensor of T or, where `wide` is not null, under autocast, of fp32: it counts as rounded to T where it is read, and is
+// not rounded where it is written. T may be const.
+template <typename T>
+struct Mixed {
+  T* narrow;
+  std::conditional_t<std::is_const_v<T>, const float, float>* wide = nullptr;
+};
+
+// What a single number is, which a pointer to the compute dtype tells: of that dtype, or, in a net of 16 bits, narrower.
+enum NumberType : int { kWideNumber, kHalfNumber, kBFloat16Number };
 
 // What a launch needs beside its arguments: numbers of the compute dtype, not initialised, and tickets, which are zero
 // before and after it.

@@ -113,7 +113,10 @@ void launch_weights(std::vector<WeightGrad<T, W>>& weights, const std::vector<Te
     some.allow_tf32 = allow_tf32;
     for (; w < weights.size() && some.count < kWeightsTogether; ++w) some.linear[some.count++] = weights[w];
     if (partials.defined()) some.tau_partials = data<Compute<T>>(partials) + static_cast<int64_t>(t) * batch;
-    for (; t < taus.size() && some.taus < kTausTogether; ++t) some.tau[some.taus++] = data<Compute<T>>(taus[t]);
+    if (t < taus.size()) some.tau_type = number_type(taus[t]);  // of all of a launch
+    for (; t < taus.size() && some.taus < kTausTogether && number_type(taus[t]) == some.tau_type; ++t) {
+      some.tau[some.taus++] = data<Compute<T>>(taus[t]);
+    }
     C10_CUDA_CHECK(mfnnr_weights(some, stream()));
   }
 }
@@ -185,8 +188,9 @@ StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& 
     return batch ? at::empty(sizes, options) : at::zeros(sizes, options);
   };
   StackGrads found{need_x ? made(x_.sizes(), x_.options()) : at::empty({0}, x_.options()), {}, {}};
-  for (const WideLayer& layer : layers) {
-    found.taus.push_back(made({}, wide));  // zero without temperatures, at no launch of its own
+  for (size_t l = 0; l < layers.size(); ++l) {
+    const WideLayer& layer = layers[l];
+    found.taus.push_back(made({}, wide.dtype(tau_type(stacked[l].tau, x_))));  // zero without temperatures, at no launch of its own
     for (const auto* params : {&layer.route, &layer.update}) {
       for (const Tensor& param : *params) {
         if (need_params) found.params.push_back(made(param.sizes(), param.options()));

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
       total += all.tau_partials[block * all.batch + i];
     }
     total = block_sum(total);
-    if (threadIdx.x == 0) *all.tau[block] = total;
+    if (threadIdx.x == 0) put_number(total, all.tau[block], all.tau_type);
     return;
   }
   int index = 0;

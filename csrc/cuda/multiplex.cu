@@ -47,10 +47,7 @@ __device__ void mix_rows(const T* blocks, const Compute<T>* weights, T* out, int
     });
     T* to = out + (static_cast<int64_t>(row) * places.n + n0) * plan.d + column;
     const auto store = [&](int j) {
-      Pack<kVector, T> result;
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) narrow(sums[j][k], &result.v[k]);
-      write_pack<kVector>(result, to);
+      put_pack(sums[j], to);
       to += plan.d;
     };
     if (n0 + kTile <= places.n) {
@@ -65,10 +62,11 @@ __device__ void mix_rows(const T* blocks, const Compute<T>* weights, T* out, int
   }
 }
 
-template <typename T, int kVector>
+template <typename T, int kVector, bool kMixed>
 __global__ void __launch_bounds__(kRowThreads, 2)
-    forward_kernel(const T* blocks, const T* logits, T* out, const __grid_constant__ Routing<Compute<T>> routing,
-                   int64_t batch, int weights_at, const __grid_constant__ RowPlan plan) {
+    forward_kernel(Operand<kMixed, const T> blocks, Operand<kMixed, const T> logits, T* out,
+                   const __grid_constant__ Routing<Compute<T>> routing, int64_t batch, int weights_at,
+                   const __grid_constant__ RowPlan plan) {
   using C = Compute<T>;
   FASTMOD_DYNAMIC_SHARED(memory);
   C* weights = reinterpret_cast<C*>(memory + weights_at);
@@ -84,7 +82,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   }
   const T* held = copy_span(blocks + first * each, rows * each, memory);
   commit_copies();
-  const Logits<T> own{logits, plan.vector_logits, first * of_row};
+  const Logits<T, kMixed> own{logits, plan.vector_logits, first * of_row};
   const Routing<C> ours = gridDim.y > 1 ? routing_of(routing, copy) : routing;
   own.load_scores(ours, temperature_of(ours), rows * of_row, places, weights);
   __syncthreads();
@@ -101,36 +99,35 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 }
 
 // Of any size.
-template <typename T>
+template <typename T, bool kMixed>
 __global__ void __launch_bounds__(kColumnThreads, 2)
-    forward_plain_kernel(const T* blocks, const T* logits, T* out, Routing<Compute<T>> routing, Shape shape) {
+    forward_plain_kernel(Operand<kMixed, const T> blocks, Operand<kMixed, const T> logits, T* out,
+                         Routing<Compute<T>> routing, Shape shape) {
   const int64_t copy = blockIdx.y, rows = copy * shape.batch;
-  multiplex_columns(blocks + rows * shape.m * shape.d, logits + rows * shape.m * shape.n, out + rows * shape.n * shape.d,
-                    routing_of(routing, copy), shape, static_cast<int64_t>(blockIdx.x) * kColumns,
-                    shape.batch * shape.n);
+  multiplex_columns<kMixed>(blocks + rows * shape.m * shape.d, logits + rows * shape.m * shape.n,
+                            out + rows * shape.n * shape.d, routing_of(routing, copy), shape,
+                            static_cast<int64_t>(blockIdx.x) * kColumns, shape.batch * shape.n);
 }
 
-template <typename T, int kVector>
-cudaError_t launch_forward(const T* blocks, const T* logits, T* out, const Routing<Compute<T>>& routing, RowPlan plan,
-                           const Shape& shape, cudaStream_t stream) {
+template <typename T, int kVector, bool kMixed>
+cudaError_t launch_forward(Operand<kMixed, const T> blocks, Operand<kMixed, const T> logits, T* out,
+                           const Routing<Compute<T>>& routing, RowPlan plan, const Shape& shape,
+                           cudaStream_t stream) {
   plan.align(shape, kVector, packs<4>(logits));
   const auto bytes = static_cast<size_t>(bytes_of<T>(shape, plan.rows, plan.places.stride));
   return by_copies(shape.copies, [&](int64_t first, unsigned count) {
     const dim3 grid(blocks_for(shape.batch, plan.rows).x, count);
     const int64_t rows = first * shape.batch;
-    return FASTMOD_LAUNCH_LARGE((forward_kernel<T, kVector>), grid, plan.threads, bytes, stream,
+    return FASTMOD_LAUNCH_LARGE((forward_kernel<T, kVector, kMixed>), grid, plan.threads, bytes, stream,
                                 blocks + rows * shape.m * shape.d, logits + rows * shape.m * shape.n,
                                 out + rows * shape.n * shape.d, routing_of(routing, first), shape.batch,
                                 static_cast<int>(blocks_bytes<T>(shape, plan.rows)), plan);
   });
 }
 
-}  // namespace
-
-template <typename T>
-cudaError_t multiplex_forward(const T* blocks, const T* logits, T* out, Routing<Compute<T>> routing, Shape shape,
-                              cudaStream_t stream) {
-  if (shape.copies * shape.batch * shape.n * shape.d == 0) return cudaSuccess;
+template <typename T, bool kMixed>
+cudaError_t forward_of(Operand<kMixed, const T> blocks, Operand<kMixed, const T> logits, T* out,
+                       const Routing<Compute<T>>& routing, const Shape& shape, cudaStream_t stream) {
   const RowPlan plan(shape, shape.n, shared_limit(), [&](int64_t rows, int64_t stride) {
     return bytes_of<T>(shape, rows, stride);
   });
@@ -138,22 +135,36 @@ cudaError_t multiplex_forward(const T* blocks, const T* logits, T* out, Routing<
     return by_copies(shape.copies, [&](int64_t first, unsigned count) {
       const dim3 grid(blocks_for(shape.batch * shape.n, kColumns).x, count);
       const int64_t rows = first * shape.batch;
-      return FASTMOD_LAUNCH(forward_plain_kernel<T>, grid, kColumnThreads, stream, blocks + rows * shape.m * shape.d,
-                            logits + rows * shape.m * shape.n, out + rows * shape.n * shape.d,
-                            routing_of(routing, first), shape);
+      return FASTMOD_LAUNCH((forward_plain_kernel<T, kMixed>), grid, kColumnThreads, stream,
+                            blocks + rows * shape.m * shape.d, logits + rows * shape.m * shape.n,
+                            out + rows * shape.n * shape.d, routing_of(routing, first), shape);
     });
   }
   if (shape.d % 4 == 0 && packs<4>(blocks) && packs<4>(out)) {
-    return launch_forward<T, 4>(blocks, logits, out, routing, plan, shape, stream);
+    return launch_forward<T, 4, kMixed>(blocks, logits, out, routing, plan, shape, stream);
   }
   if (shape.d % 2 == 0 && packs<2>(blocks) && packs<2>(out)) {
-    return launch_forward<T, 2>(blocks, logits, out, routing, plan, shape, stream);
+    return launch_forward<T, 2, kMixed>(blocks, logits, out, routing, plan, shape, stream);
   }
-  return launch_forward<T, 1>(blocks, logits, out, routing, plan, shape, stream);
+  return launch_forward<T, 1, kMixed>(blocks, logits, out, routing, plan, shape, stream);
 }
 
-#define FASTMOD_INSTANTIATE(T) \
-  template cudaError_t multiplex_forward<T>(const T*, const T*, T*, Routing<Compute<T>>, Shape, cudaStream_t);
+}  // namespace
+
+template <typename T>
+cudaError_t multiplex_forward(Mixed<const T> blocks, Mixed<const T> logits, T* out, Routing<Compute<T>> routing,
+                              Shape shape, cudaStream_t stream) {
+  if (shape.copies * shape.batch * shape.n * shape.d == 0) return cudaSuccess;
+  const auto run = [&](auto mixed) {
+    constexpr bool kMixed = decltype(mixed)::value;
+    return forward_of<T, kMixed>(operand<kMixed>(blocks), operand<kMixed>(logits), out, routing, shape, stream);
+  };
+  return with_mixed<T>(run, blocks, logits);
+}
+
+#define FASTMOD_INSTANTIATE(T)                                                                                \
+  template cudaError_t multiplex_forward<T>(Mixed<const T>, Mixed<const T>, T*, Routing<Compute<T>>, Shape, \
+                                            cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

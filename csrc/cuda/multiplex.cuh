@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "common.cuh"
+#include "mixed.cuh"
 
 namespace fastmod::cuda {
 
@@ -30,14 +30,14 @@ cudaError_t by_copies(int64_t copies, Launch launch) {
 }
 template <typename C>
 __host__ __device__ Routing<C> routing_of(Routing<C> routing, int64_t copy) {
-  if (routing.tau) routing.tau += copy * routing.tau_step;
+  if (routing.tau) routing.tau = number_after(routing.tau, routing.tau_type, copy * routing.tau_step);
   if (routing.seed) routing.seed += copy * routing.seed_step;
   return routing;
 }
 
 template <typename C>
 __device__ inline C temperature_of(const Routing<C>& routing) {
-  const C tau = routing.tau ? *routing.tau : routing.tau_value;
+  const C tau = routing.tau ? number_at(routing.tau, routing.tau_type) : routing.tau_value;
   return tau > C(0) ? tau : C(NAN);  // a temperature that nobody could check gives NaN
 }
 template <typename C>
@@ -45,11 +45,11 @@ __device__ inline int64_t seed_of(const Routing<C>& routing) {
   return routing.seed ? *routing.seed : routing.seed_value;
 }
 
-template <typename T>
+template <typename T, bool kMixed>
 struct ColumnTile {
   using C = Compute<T>;
 
-  const T* logits;  // not __restrict__: the fused kernel writes them itself
+  Operand<kMixed, const T> logits;
   Shape shape;
   int mode;
   C tau;
@@ -62,8 +62,8 @@ struct ColumnTile {
   C* sum;            // shared [kColumns], of exp(score - top)
   int64_t* chosen;   // shared [kColumns], first row with the maximum
 
-  __device__ ColumnTile(const T* logits_, const Routing<C>& routing, const Shape& shape_, int64_t first, int64_t end,
-                        C* scores_, C* top_, C* sum_, int64_t* chosen_)
+  __device__ ColumnTile(Operand<kMixed, const T> logits_, const Routing<C>& routing, const Shape& shape_,
+                        int64_t first, int64_t end, C* scores_, C* top_, C* sum_, int64_t* chosen_)
       : logits(logits_), shape(shape_), mode(routing.mode), scores(scores_), top(top_), sum(sum_), chosen(chosen_) {
     tau = temperature_of(routing);
     seed = seed_of(routing);
@@ -87,7 +87,7 @@ struct ColumnTile {
     if (column < count) {
       for (int m = first_row(); m < rows(m0); m += kRowStep) {
         const int64_t i = offset + (m0 + m) * shape.n;
-        C value = widen(logits[i]);
+        C value = value_at(logits, i);
         if (mode == kGumbel) value += gumbel_at<C>(seed, i);
         scores[m * kColumns + column] = value / tau;
       }
@@ -142,15 +142,16 @@ __device__ inline Compute<T> dot(const T* a, const T* b, int64_t count) {
 }
 
 // out[c, :] = sum over m of weight[m, c] * blocks[b, m, :] for the columns first .. min(first + kColumns, end).
-template <typename T>
-__device__ void multiplex_columns(const T* blocks, const T* logits, T* out, const Routing<Compute<T>>& routing,
-                                  const Shape& shape, int64_t first, int64_t end) {
+template <bool kMixed, typename T>
+__device__ void multiplex_columns(Operand<kMixed, const T> blocks, Operand<kMixed, const T> logits, T* out,
+                                  const Routing<Compute<T>>& routing, const Shape& shape, int64_t first,
+                                  int64_t end) {
   using C = Compute<T>;
   FASTMOD_SHARED(C, scores, kChunk * kColumns);
   FASTMOD_SHARED(C, top, kColumns);
   FASTMOD_SHARED(C, sum, kColumns);
   FASTMOD_SHARED(int64_t, chosen, kColumns);
-  ColumnTile<T> tile(logits, routing, shape, first, end, scores, top, sum, chosen);
+  ColumnTile<T, kMixed> tile(logits, routing, shape, first, end, scores, top, sum, chosen);
   tile.reduce();
 
   const int64_t elements = tile.count * shape.d;
@@ -158,7 +159,7 @@ __device__ void multiplex_columns(const T* blocks, const T* logits, T* out, cons
     const int64_t e = e0 + threadIdx.x;
     const int column = static_cast<int>(quotient(e, shape.d));
     const int64_t b = quotient(first + column, shape.n);
-    const T* block = blocks + b * shape.m * shape.d + (e - column * shape.d);
+    const auto block = blocks + (b * shape.m * shape.d + (e - column * shape.d));
     C total = 0;
     for (int64_t m0 = 0; m0 < shape.m; m0 += kChunk) {
       if (!tile.one_chunk()) tile.load(m0);
@@ -173,7 +174,7 @@ __device__ void multiplex_columns(const T* blocks, const T* logits, T* out, cons
       }
       if (e < elements) {
         for (int m = 0; m < tile.rows(m0); ++m) {
-          total += scores[m * kColumns + column] * widen(block[(m0 + m) * shape.d]);
+          total += scores[m * kColumns + column] * value_at(block, (m0 + m) * shape.d);
         }
       }
     }

@@ -35,13 +35,13 @@ RowPlan plan_of(const Shape& shape) {
 }
 int64_t plain_blocks(const Shape& shape) { return shape.batch < kPlainBlocks ? shape.batch : kPlainBlocks; }
 
-template <typename T>
+template <typename T, bool kMixed>
 struct Gradients {
   const T* grad;
-  const T* blocks;
-  const T* logits;
-  T* of_blocks;
-  T* of_logits;
+  Operand<kMixed, const T> blocks;
+  Operand<kMixed, const T> logits;
+  Operand<kMixed, T> of_blocks;
+  Operand<kMixed, T> of_logits;
   Compute<T>* of_tau;
   Routing<Compute<T>> routing;
   Compute<T>* scratch;
@@ -55,7 +55,7 @@ struct Gradients {
     of_blocks += of_rows;
     logits += rows * shape.m * shape.n;
     of_logits += rows * shape.m * shape.n;
-    of_tau += copy;
+    of_tau = number_after(of_tau, routing.tau_type, copy);
     routing = routing_of(routing, copy);
     scratch += copy * scratch_each;
     tickets += copy * tickets_each;
@@ -106,9 +106,9 @@ __device__ C grad_columns(const C* scores, C* weights, C* grads, int mode, C tau
 }
 
 // dlogits to global memory.
-template <typename T, typename Index>
-__device__ void write_grads(const Gradients<T>& p, const Logits<T>& own, const Compute<T>* grads, Index count,
-                            const Places<Index>& places) {
+template <typename T, bool kMixed, typename Index>
+__device__ void write_grads(const Gradients<T, kMixed>& p, const Logits<T, kMixed>& own, const Compute<T>* grads,
+                            Index count, const Places<Index>& places) {
   using C = Compute<T>;
   by_fours(own.first, count, [&](Index at, bool whole) {
     Pack<4, C> result;
@@ -117,27 +117,21 @@ __device__ void write_grads(const Gradients<T>& p, const Logits<T>& own, const C
     } else {
       places.each_of_four(at, count, [&](int j, Index place) { result.v[j] = grads[place]; });
     }
-    T* to = p.of_logits + own.first + at;
-    Pack<4, T> narrowed;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (at + j < 0 || at + j >= count) continue;
-      narrow(result.v[j], &narrowed.v[j]);
-    }
+    const auto to = p.of_logits + (own.first + at);
     if (whole && own.vector_grads) {
-      write_pack<4>(narrowed, to);
+      put_pack(result.v, to);
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (at + j >= 0 && at + j < count) to[j] = narrowed.v[j];
+        if (at + j >= 0 && at + j < count) put_at(result.v[j], to, j);
       }
     }
   });
 }
 
 // Adds up what the blocks found for tau, in a fixed order; zero where nobody asked for it. partials: one a block.
-template <typename T>
-__device__ void finish_tau(const Gradients<T>& p, Compute<T> own, Compute<T>* partials) {
+template <typename T, bool kMixed>
+__device__ void finish_tau(const Gradients<T, kMixed>& p, Compute<T> own, Compute<T>* partials) {
   using C = Compute<T>;
   if (!p.routing.tau) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.of_tau = C(0);
@@ -153,7 +147,7 @@ __device__ void finish_tau(const Gradients<T>& p, Compute<T> own, Compute<T>* pa
     }
     __syncthreads();  // the sum before has been read
     sum = block_sum(sum);
-    if (threadIdx.x == 0) *(last ? p.of_tau : partials + first) = sum;
+    if (threadIdx.x == 0) put_number(sum, last ? p.of_tau : partials + first, last ? p.routing.tau_type : kWideNumber);
   };
   reduce_in_order<kGroup>(p.tickets, blockIdx.x, gridDim.x, reduce);
 }
@@ -221,8 +215,9 @@ __device__ void weight_gradients(const T* grad, const T* blocks, Compute<T>* gra
 }
 
 // dblocks[m, d] = sum over n of weights[m, n] * grad[n, d]: a thread has kTile blocks of kVector numbers.
-template <int kVector, typename T>
-__device__ void spread_rows(const T* grad, const Compute<T>* weights, T* to_blocks, int rows, const RowPlan& plan) {
+template <int kVector, typename T, typename To>
+__device__ void spread_rows(const T* grad, const Compute<T>* weights, const To& to_blocks, int rows,
+                            const RowPlan& plan) {
   using C = Compute<T>;
   constexpr int kTile = tile_of(kVector);
   const Places<int>& places = plan.places;
@@ -273,21 +268,19 @@ __device__ void spread_rows(const T* grad, const Compute<T>* weights, T* to_bloc
     for (int j = 0; j < kTile; ++j) {
       if (m0 + j >= places.m) break;
       const int64_t at = first + static_cast<int64_t>(j) * plan.d;
-      Pack<kVector, T> result;
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) narrow(sums[j][k], &result.v[k]);
-      write_pack<kVector>(result, to_blocks + at);
+      put_pack(sums[j], to_blocks + at);
     }
   }
 }
 
-template <typename T, int kVector>
+template <typename T, int kVector, bool kMixed>
 __global__ void __launch_bounds__(kRowThreads, 2)
-    backward_kernel(const __grid_constant__ Gradients<T> all, const __grid_constant__ Shape shape, int tickets_each,
-                    int log_slices, const __grid_constant__ Offsets offsets, const __grid_constant__ RowPlan plan) {
+    backward_kernel(const __grid_constant__ Gradients<T, kMixed> all, const __grid_constant__ Shape shape,
+                    int tickets_each, int log_slices, const __grid_constant__ Offsets offsets,
+                    const __grid_constant__ RowPlan plan) {
   using C = Compute<T>;
   FASTMOD_DYNAMIC_SHARED(memory);
-  Gradients<T> p = all;
+  Gradients<T, kMixed> p = all;
   if (gridDim.y > 1) p.move_to(blockIdx.y, shape, gridDim.x, tickets_each);
   C* scores = reinterpret_cast<C*>(memory + offsets.scores);
   C* weights = reinterpret_cast<C*>(memory + offsets.weights);
@@ -299,7 +292,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const T* grad = copy_span(p.grad + first * of_grad, rows * of_grad, memory);
   const T* blocks = copy_span(p.blocks + first * of_blocks, rows * of_blocks, memory + offsets.blocks);
   commit_copies();
-  const Logits<T> own{p.logits, plan.vector_logits, first * of_logits, plan.vector_grads};
+  const Logits<T, kMixed> own{p.logits, plan.vector_logits, first * of_logits, plan.vector_grads};
   const C tau = temperature_of(p.routing);
   own.load_scores(p.routing, tau, rows * of_logits, places, scores);
   wait_copies<0>();
@@ -315,9 +308,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 }
 
 // Of any size: a block takes one batch row after another, and what does not fit into shared memory is scratch.
-template <typename T>
+template <typename T, bool kMixed>
 __global__ void __launch_bounds__(kPlainThreads, 2)
-    backward_plain_kernel(const __grid_constant__ Gradients<T> p, const __grid_constant__ Shape shape,
+    backward_plain_kernel(const __grid_constant__ Gradients<T, kMixed> p, const __grid_constant__ Shape shape,
                           bool vector_logits, bool vector_grads) {
   using C = Compute<T>;
   const int64_t m = shape.m, n = shape.n, d = shape.d, each = m * n;
@@ -329,20 +322,20 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
   const C tau = temperature_of(p.routing);
   C grad_tau = 0;
   for (int64_t b = blockIdx.x; b < shape.batch; b += gridDim.x) {
-    const Logits<T> own{p.logits, vector_logits, b * each, vector_grads};
+    const Logits<T, kMixed> own{p.logits, vector_logits, b * each, vector_grads};
     __syncthreads();  // what the row before left has been read
     own.load_scores(p.routing, tau, each, places, scores);
     __syncthreads();
     soft_columns<1>(scores, weights, int64_t(1), places);
     // dw: a warp has a block and kSide outputs, its lanes share the depth.
-    const T* x = p.blocks + b * m * d;
+    const auto x = p.blocks + b * m * d;
     const T* g = p.grad + b * n * d;
     const int64_t tiles = (n + kSide - 1) / kSide;
     for (int64_t i = warp; i < m * tiles; i += kPlainThreads / kWarp) {
       const int64_t row = quotient(i, tiles), n0 = (i - row * tiles) * kSide;
       C sums[kSide] = {};
       for (int64_t at = lane; at < d; at += kWarp) {
-        const C value = widen(x[row * d + at]);
+        const C value = value_at(x, row * d + at);
 #pragma unroll
         for (int j = 0; j < kSide; ++j) sums[j] += value * widen(g[(n0 + j < n ? n0 + j : n - 1) * d + at]);
       }
@@ -360,14 +353,14 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
       const int64_t row = quotient(e, d), at = b * m * d + e;
       C total = 0;
       for (int64_t i = 0; i < n; ++i) total += weights[row * n + i] * widen(g[i * d + e - row * d]);
-      narrow(total, p.of_blocks + at);
+      put_at(total, p.of_blocks, at);
     }
   }
   finish_tau(p, grad_tau, p.scratch + gridDim.x * 3 * each);
 }
 
-template <typename T, int kVector>
-cudaError_t launch_backward(const Gradients<T>& p, RowPlan plan, const Shape& shape, cudaStream_t stream) {
+template <typename T, int kVector, bool kMixed>
+cudaError_t launch_backward(const Gradients<T, kMixed>& p, RowPlan plan, const Shape& shape, cudaStream_t stream) {
   plan.align(shape, kVector, packs<4>(p.logits), packs<4>(p.of_logits));
   Offsets offsets;
   bytes_of<T>(shape, plan.rows, plan.places.stride, &offsets);
@@ -379,12 +372,34 @@ cudaError_t launch_backward(const Gradients<T>& p, RowPlan plan, const Shape& sh
   const unsigned blocks = blocks_for(shape.batch, plan.rows).x;
   const auto tickets = static_cast<int>(reduce_tickets<kGroup>(blocks));
   return by_copies(shape.copies, [&](int64_t first, unsigned count) {
-    Gradients<T> some = p;
+    auto some = p;
     some.move_to(first, shape, blocks, tickets);
-    return FASTMOD_LAUNCH_LARGE((backward_kernel<T, kVector>), dim3(blocks, count), plan.threads,
+    return FASTMOD_LAUNCH_LARGE((backward_kernel<T, kVector, kMixed>), dim3(blocks, count), plan.threads,
                                 static_cast<size_t>(offsets.bytes), stream, some, shape, tickets, log_slices, offsets,
                                 plan);
   });
+}
+
+template <typename T, bool kMixed>
+cudaError_t backward_of(const Gradients<T, kMixed>& p, const Shape& shape, cudaStream_t stream) {
+  const RowPlan plan = plan_of<T>(shape);
+  if (!plan.fits) {
+    cudaError_t error = cudaSuccess;
+    for (int64_t copy = 0; copy < shape.copies && error == cudaSuccess; ++copy) {
+      auto own = p;
+      own.move_to(copy, shape, 0, 0);
+      error = FASTMOD_LAUNCH((backward_plain_kernel<T, kMixed>), blocks_for(plain_blocks(shape), 1), kPlainThreads,
+                             stream, own, shape, packs<4>(own.logits), packs<4>(own.of_logits));
+    }
+    return error;
+  }
+  const auto aligned_to = [&](auto count) {
+    constexpr int kVector = decltype(count)::value;
+    return shape.d % kVector == 0 && packs<kVector>(p.grad) && packs<kVector>(p.blocks) && packs<kVector>(p.of_blocks);
+  };
+  if (aligned_to(std::integral_constant<int, 4>())) return launch_backward<T, 4>(p, plan, shape, stream);
+  if (aligned_to(std::integral_constant<int, 2>())) return launch_backward<T, 2>(p, plan, shape, stream);
+  return launch_backward<T, 1>(p, plan, shape, stream);
 }
 
 }  // namespace
@@ -399,35 +414,24 @@ Scratch multiplex_backward_scratch(Shape shape, bool learned) {
 }
 
 template <typename T>
-cudaError_t multiplex_backward(const T* grad, const T* blocks, const T* logits, T* grad_blocks, T* grad_logits,
-                               Compute<T>* grad_tau, Routing<Compute<T>> routing, Compute<T>* scratch,
-                               unsigned* tickets, Shape shape, cudaStream_t stream) {
+cudaError_t multiplex_backward(const T* grad, Mixed<const T> blocks, Mixed<const T> logits, Mixed<T> grad_blocks,
+                               Mixed<T> grad_logits, Compute<T>* grad_tau, Routing<Compute<T>> routing,
+                               Compute<T>* scratch, unsigned* tickets, Shape shape, cudaStream_t stream) {
   if (shape.batch == 0) return cudaSuccess;
-  const Gradients<T> p{grad, blocks, logits, grad_blocks, grad_logits, grad_tau, routing, scratch, tickets};
-  const RowPlan plan = plan_of<T>(shape);
-  if (!plan.fits) {
-    cudaError_t error = cudaSuccess;
-    for (int64_t copy = 0; copy < shape.copies && error == cudaSuccess; ++copy) {
-      Gradients<T> own = p;
-      own.move_to(copy, shape, 0, 0);
-      error = FASTMOD_LAUNCH(backward_plain_kernel<T>, blocks_for(plain_blocks(shape), 1), kPlainThreads, stream, own,
-                             shape, packs<4>(own.logits), packs<4>(own.of_logits));
-    }
-    return error;
-  }
-  const auto aligned_to = [&](auto count) {
-    constexpr int kVector = decltype(count)::value;
-    return shape.d % kVector == 0 && packs<kVector>(grad) && packs<kVector>(blocks) && packs<kVector>(grad_blocks);
+  const auto run = [&](auto mixed) {
+    constexpr bool kMixed = decltype(mixed)::value;
+    const Gradients<T, kMixed> p{grad, operand<kMixed>(blocks), operand<kMixed>(logits), operand<kMixed>(grad_blocks),
+                                 operand<kMixed>(grad_logits), grad_tau, routing, scratch, tickets};
+    return backward_of(p, shape, stream);
   };
-  if (aligned_to(std::integral_constant<int, 4>())) return launch_backward<T, 4>(p, plan, shape, stream);
-  if (aligned_to(std::integral_constant<int, 2>())) return launch_backward<T, 2>(p, plan, shape, stream);
-  return launch_backward<T, 1>(p, plan, shape, stream);
+  return with_mixed<T>(run, blocks, logits);
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                                       \
   template Scratch multiplex_backward_scratch<T>(Shape, bool);                                                       \
-  template cudaError_t multiplex_backward<T>(const T*, const T*, const T*, T*, T*, Compute<T>*, Routing<Compute<T>>, \
-                                             Compute<T>*, unsigned*, Shape, cudaStream_t);
+  template cudaError_t multiplex_backward<T>(const T*, Mixed<const T>, Mixed<const T>, Mixed<T>, Mixed<T>,           \
+                                             Compute<T>*, Routing<Compute<T>>, Compute<T>*, unsigned*, Shape,        \
+                                             cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

@@ -32,6 +32,11 @@ bool packs(const T* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % alignof(Pack<kCount, T>) == 0;
 }
 
+template <int kCount, typename T>
+bool packs(const Mixed<T>& tensor) {
+  return tensor.wide ? packs<kCount>(tensor.wide) : packs<kCount>(tensor.narrow);
+}
+
 // Elements a thread reads at once along d, and of how many outputs it keeps sums of so many.
 __host__ __device__ constexpr int tile_of(int vector) { return vector == 4 ? 4 : 8; }
 
@@ -61,6 +66,64 @@ __device__ inline const T* copy_span(const T* from, int count, unsigned char* me
   if (edge < before && edge < count) to[edge] = from[edge];
   if (edge < after) to[whole + edge] = from[whole + edge];
   return to;
+}
+
+// The same of T rounded from fp32, which passes through registers; all else is as if it had been cast before.
+template <typename T>
+__device__ inline const T* copy_span(const Mixed<const T>& tensor, int count, unsigned char* memory) {
+  if (!tensor.wide) return copy_span(tensor.narrow, count, memory);
+  const float* from = tensor.wide;
+  const int head = static_cast<int>(reinterpret_cast<uintptr_t>(from) % kLine) / static_cast<int>(sizeof(float));
+  T* to = reinterpret_cast<T*>(memory) + head;
+#pragma unroll 2
+  for (int at = static_cast<int>(threadIdx.x) * 4 - head; at < count; at += static_cast<int>(blockDim.x) * 4) {
+    if (at >= 0 && at + 4 <= count) {
+      const auto wide = read_pack<4>(from + at);
+      Pack<4, T> low;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) narrow(wide.v[j], &low.v[j]);
+      write_pack<4>(low, to + at);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (at + j >= 0 && at + j < count) narrow(from[at + j], to + at + j);
+      }
+    }
+  }
+  return to;
+}
+
+// Four in the compute dtype, from where they lie side by side.
+template <typename T>
+__device__ inline Pack<4, Compute<T>> wide_four(const T* from) {
+  const auto read = read_pack<4>(from);
+  Pack<4, Compute<T>> four;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) four.v[j] = widen(read.v[j]);
+  return four;
+}
+template <typename T>
+__device__ inline Pack<4, float> wide_four(const Mixed<const T>& from) {
+  if (!from.wide) return wide_four(from.narrow);
+  auto four = read_pack<4>(from.wide);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) four.v[j] = rounded_to<T>(four.v[j]);
+  return four;
+}
+template <int kCount, typename T>
+__device__ inline void put_pack(const Compute<T> (&v)[kCount], T* to) {
+  Pack<kCount, T> result;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) narrow(v[k], &result.v[k]);
+  write_pack<kCount>(result, to);
+}
+template <int kCount, typename T>
+__device__ inline void put_pack(const float (&v)[kCount], const Mixed<T>& to) {
+  if (!to.wide) return put_pack(v, to.narrow);
+  Pack<kCount, float> result;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) result.v[k] = v[k];
+  write_pack<kCount>(result, to.wide);
 }
 
 template <typename Index>
@@ -109,23 +172,21 @@ struct Places {
 };
 
 // What a kernel that takes whole rows knows of its logits.
-template <typename T>
+template <typename T, bool kMixed>
 struct Logits {
-  const T* logits;
+  Operand<kMixed, const T> logits;
   bool vector;  // by fours
   int64_t first;  // index of the block's first
   bool vector_grads = false;  // their gradients by fours
 
   template <typename Index>
   __device__ void read(Index at, bool whole, Index count, Pack<4, Compute<T>>& four) const {
-    const T* from = logits + first + at;
+    const auto from = logits + (first + at);
     if (whole && vector) {
-      const auto read = read_pack<4>(from);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) four.v[j] = widen(read.v[j]);
+      four = wide_four(from);
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) four.v[j] = at + j >= 0 && at + j < count ? widen(from[j]) : Compute<T>(0);
+      for (int j = 0; j < 4; ++j) four.v[j] = at + j >= 0 && at + j < count ? value_at(from, j) : Compute<T>(0);
     }
   }
 
@@ -149,13 +210,11 @@ struct Logits {
     if (vector && places.by_fours()) {
       const Index step = static_cast<Index>(blockDim.x) * 4;
       Index at = static_cast<Index>(threadIdx.x) * 4 - static_cast<Index>(first % kWarp);
-      const T* source = logits + first + at;
+      auto source = logits + (first + at);
       if (at < 0) at += step, source += step;
 #pragma unroll 1
       for (; at < count; at += step, source += step) {
-        const auto narrow_four = read_pack<4>(source);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) four.v[j] = widen(narrow_four.v[j]);
+        four = wide_four(source);
         finish(at, four);
         write_pack<4>(four, scores + places.of_four(at));
       }

@@ -62,6 +62,7 @@ Stack<T, W> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, b
     layer.tau = const_cast<float*>(routing.tau);
     layer.seed = routing.seed;
     layer.tau_value = routing.tau_value;
+    layer.tau_type = routing.tau_type;
     layer.n = static_cast<int>(kept[l].sizes.out_blocks);
     layer.rows = static_cast<int>(kept[l].sizes.rows);
     layer.tau_step = small(step_of(kept[l].routing.tau, copies), "tau: a step");
@@ -186,7 +187,7 @@ StackGrads stack_backward(const OptionalTensor& grad_out_, const OptionalTensor&
   };
   StackGrads found{need_x ? made(x_.sizes(), x_.options()) : at::empty(each_copy(copies, {0}), x_.options()), {}, {}};
   for (const LayerTensors& layer : tensors) {
-    if (need_taus) found.taus.push_back(made(each_copy(copies, {}), wide));
+    if (need_taus) found.taus.push_back(made(each_copy(copies, {}), layer.routing.tau.options()));
     for (const Tensor& param : layer.params) {
       if (need_params) found.params.push_back(made(param.sizes(), param.options()));
     }

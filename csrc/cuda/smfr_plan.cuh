@@ -40,7 +40,7 @@ __device__ inline StackLayer<T> layer_of(const Stack<T, W>& s, int index, int m)
   advance(own.gate, row * own.n);
   advance(own.saved, copy * own.rows * ((s.batch + kBatchTile - 1) / kBatchTile * kBatchTile));
   advance(own.grads, row * (own.rows - own.n * s.d));
-  advance(own.tau, copy * own.tau_step);
+  if (own.tau) own.tau = number_after(own.tau, own.tau_type, copy * own.tau_step);
   advance(own.seed, copy * own.seed_step);
   return own;
 }

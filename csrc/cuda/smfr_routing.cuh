@@ -16,13 +16,12 @@ struct RoutingColumn {
   int64_t seed;
 
   __device__ explicit RoutingColumn(const Routing<C>& routing) : mode(routing.mode) {
-    tau = routing.tau ? *routing.tau : routing.tau_value;
-    if (!(tau > C(0))) tau = C(NAN);
+    tau = temperature_of(routing);
     seed = routing.seed ? *routing.seed : routing.seed_value;
   }
   template <typename T>
   __device__ RoutingColumn(int mode_, const StackLayer<T>& layer) : mode(mode_) {
-    tau = layer.tau ? *layer.tau : layer.tau_value;
+    tau = layer.tau ? number_at(layer.tau, layer.tau_type) : layer.tau_value;
     if (!(tau > 0.0f)) tau = NAN;  // as in multiplex.cuh
     seed = layer.seed ? *layer.seed : 0;
   }

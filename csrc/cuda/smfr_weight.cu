@@ -174,7 +174,10 @@ __device__ inline void sum_taus(const Stack<T, W>& s, int layer, const float* pa
   partials += (copy * s.depth + layer) * tiles;
   for (int64_t i = threadIdx.x; i < tiles; i += kStackThreads) total += partials[i];
   total = block_sum(total);
-  if (threadIdx.x == 0) s.layer[layer].tau[copy] = total;
+  if (threadIdx.x == 0) {
+    const NumberType type = s.layer[layer].tau_type;
+    put_number(total, number_after(s.layer[layer].tau, type, copy), type);
+  }
 }
 
 template <typename T, typename W>

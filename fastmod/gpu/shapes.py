@@ -195,18 +195,30 @@ def _images(value: Tensor) -> Tensor:
     return value.movedim(-1, -3)
 
 
-def norm_conv(batch: int, experts: int, inputs: int, outputs: int, size: int, stride: int = 1) -> Shape:
-    weight = (experts, outputs, inputs, 3, 3)
+def norm_conv(
+    batch: int,
+    experts: int,
+    inputs: int,
+    outputs: int,
+    size: int,
+    stride: int = 1,
+    kernel: int = 3,
+    depthwise: bool = False,
+) -> Shape:
+    weight = (experts, outputs, 1 if depthwise else inputs, kernel, kernel)
     affine = (experts, inputs)
 
     def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
-        found = ops.norm_conv(_images(t[0]), t[1], scale=t[2], shift=t[3], relu=True, stride=stride)
+        x, weight, scale, shift = _images(t[0]), *t[1:]
+        found = ops.norm_conv(x, weight, scale=scale, shift=shift, relu=True, stride=stride, depthwise=depthwise)
         return [each for each in found if each is not None]
 
     label = f"B{batch} E{experts} {inputs} to {outputs} {size} px" + (" stride 2" if stride == 2 else "")
+    label += (" 1x1" if kernel == 1 else "") + (" depthwise" if depthwise else "")
     products = batch * (size // stride) ** 2 * math.prod(weight)
     shapes = ((batch, experts, size, size, inputs), weight, affine, affine)
-    plain = _call(lambda x, w, *_: baselines.norm_conv(_images(x), w, stride))
+    usual = kernel == 3 and not depthwise
+    plain = _call(lambda x, w, *_: baselines.norm_conv(_images(x), w, stride)) if usual else None
     return Shape("norm_conv", label, shapes, call, products, (2, 3), plain)
 
 

@@ -16,7 +16,7 @@ from fastmod.gpu import resources, tools
 from fastmod.gpu.specialisation import Specialisation
 from fastmod.gpu.targets import Target
 
-_PRODUCTS = re.compile(r"\b(?:wg)?mma\.|\btcgen05\.mma")  # what PTX calls the instructions of tensor cores
+PRODUCTS = re.compile(r"\b(?:wg)?mma\.|\btcgen05\.mma")  # what PTX calls the instructions of tensor cores
 _ALIGNED = [["tt.divisibility", 16]]  # as the memory of every torch tensor is
 
 
@@ -76,7 +76,7 @@ def compiled(spec: Specialisation, target: Target, *, disassemble: bool = True) 
         file.write(kernel.asm["cubin"])
         file.flush()
         # Disassembling takes half as long as compiling: only if there is something to count.
-        disassemble = disassemble and _PRODUCTS.search(kernel.asm["ptx"]) is not None
+        disassemble = disassemble and PRODUCTS.search(kernel.asm["ptx"]) is not None
         return kernel, resources.of_triton_cubin(Path(file.name), kernel.metadata.shared, disassemble=disassemble)
 
 

@@ -11,7 +11,7 @@ from fastmod.ops.template_mix import template_mix
 
 def mixed(logits: Tensor, bank: Tensor, mixing: str) -> Tensor:
     """``template_mix`` in the dtype of the bank also under autocast: a layer lowers what it reads, a norm does not."""
-    if not backend.autocast_enabled(bank.device.type):
+    if not backend.autocasts(bank):
         return template_mix(logits, bank, mixing)
     with torch.autocast(bank.device.type, enabled=False):
         return template_mix(logits, bank, mixing)

@@ -80,7 +80,7 @@ class ExpertStack(nn.Module):
         if gate.shape != (x.shape[0], self.experts):
             expected = [x.shape[0], self.experts]
             raise ValueError(f"gate: expected [B, E] = {expected}, got shape {_checks.shape(gate)}")
-        return gate if gate.dtype == x.dtype or backend.autocast_enabled(x.device.type) else gate.to(x.dtype)
+        return gate if gate.dtype == x.dtype or backend.autocasts(x) else gate.to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, experts={self.experts}, stride={self.stride}"

@@ -21,6 +21,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def tau_dtype(tau: Tensor | None, like: Tensor) -> torch.dtype:
+    """The dtype of a temperature's gradient as kernels give it: its own, if that has 16 bits, or the compute dtype."""
+    return tau.dtype if tau is not None and tau.dtype in (torch.bfloat16, torch.float16) else compute_dtype(like)
+
+
 def in_dtype(dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast, or as they are for None."""
     return tensors if dtype is None else tuple(t.to(dtype) for t in tensors)
@@ -46,7 +51,7 @@ def same_kind(first_name: str, first: Tensor, name: str, value: Tensor) -> None:
     """Both tensors share device and dtype; under autocast the dtypes may differ, as autocast casts both."""
     if value.device != first.device:
         raise RuntimeError(f"{name}: expected the device of {first_name} ({first.device}), got {value.device}")
-    if value.dtype != first.dtype and not backend.autocast_enabled(first.device.type):
+    if value.dtype != first.dtype and not backend.autocasts(first):
         raise TypeError(f"{name}: expected the dtype of {first_name} ({first.dtype}), got {value.dtype}")
 
 

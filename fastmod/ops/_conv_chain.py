@@ -38,7 +38,7 @@ def served(x: Tensor) -> bool:
         return False
     if x.dtype not in (torch.float32, torch.float64) or not _has_kernel(x.device.type):
         return False
-    return backend.resolve("norm_conv", x) == "native" and not backend.autocast_enabled(x.device.type)
+    return backend.resolve("norm_conv", x) == "native" and not backend.autocasts(x)
 
 
 def conv_chain(x: Tensor, layers: Sequence[Layer], gate: Tensor | None = None) -> Tensor:

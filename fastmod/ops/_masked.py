@@ -217,7 +217,7 @@ def _by_samples(
     seed: Tensor,
 ) -> list[Tensor | None]:
     """Gradients of x, weight and logits."""
-    if backend.autocast_enabled(x.device.type):  # a backward has the dtypes of its forward
+    if backend.autocasts(x):  # a backward has the dtypes of its forward
         with torch.autocast(x.device.type, enabled=False):
             return _by_samples(geometry, draws, needs, grad, x, weight, logits, seed)
     need_x, need_weight, need_logits = needs[:3]

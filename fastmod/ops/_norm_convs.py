@@ -101,7 +101,7 @@ def norm_convs(convs: Sequence[Conv]) -> list[Found]:
         numbers: list[float] = []
         for conv in convs:
             low: tuple[Any, ...] = (conv.x, conv.weight, conv.channel_gate, conv.bias, conv.residual)
-            if backend.autocast_enabled(conv.x.device.type):
+            if backend.autocasts(conv.x):
                 low = backend.lowered(*low)
             scales = _images.affine(conv.scale, conv.x), _images.affine(conv.shift, conv.x)
             norm = conv.norm

@@ -34,7 +34,7 @@ def served(x: Tensor, head: nn.Module) -> bool:
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return False
     wide = 8 if x.dtype == torch.float64 else 4
-    same = head.weight.dtype == x.dtype or backend.autocast_enabled(x.device.type)
+    same = head.weight.dtype == x.dtype or backend.autocasts(x)
     return same and sum(head.weight.shape) * wide <= MOST_BYTES and backend.resolve("norm_conv", x) == "native"
 
 
@@ -52,7 +52,7 @@ def pool_linear(
     """x ``[B, C, H, W]``, scale and shift ``[C]``, weight ``[outputs, C * pooled * pooled]`` -> ``[B, outputs]``."""
     wide = _checks.compute_dtype(x)
     low: tuple[Any, ...] = (x, weight, bias)
-    if backend.autocast_enabled(x.device.type):
+    if backend.autocasts(x):
         low = backend.lowered(*low)
     factor, added = (None if t is None else t.to(wide) for t in (scale, shift))
     return _run(low[0], factor, added, low[1], low[2], relu, pooled, softmax)

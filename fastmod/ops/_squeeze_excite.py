@@ -53,7 +53,7 @@ def squeeze_excite(
     tensors = [layer.to(wide) for layer in layers if layer is not None]
     running = [t for t in (*first[2:4], *second[2:4]) if t is not None]
     momentum, eps = (first.momentum, second.momentum), (first.eps, second.eps)
-    if backend.autocast_enabled(x.device.type):
+    if backend.autocasts(x):
         (x,) = backend.lowered(x)
     return _run(x, scale.to(wide), shift.to(wide), tensors, running, momentum, eps)
 

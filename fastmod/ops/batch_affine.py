@@ -69,7 +69,7 @@ class _nothing:  # noqa: N801 - contextlib.nullcontext, which torch.compile and 
 
 
 def _autocast(mean: Tensor) -> bool:
-    return backend.autocast_enabled(mean.device.type)
+    return backend.autocasts(mean)
 
 
 def _wide(running: Tensor | None) -> Tensor | None:

@@ -27,7 +27,7 @@ def entropy_penalty(logits: Tensor) -> Tensor:
     if chosen == "reference":
         return reference(logits)
     try:
-        if backend.autocast_enabled(logits.device.type) and logits.dtype != torch.float64:
+        if backend.autocasts(logits) and logits.dtype != torch.float64:
             logits = logits.float()  # a penalty is a loss and stays in fp32
         return _run(chosen == "triton", logits)
     except Exception:

@@ -28,8 +28,8 @@ def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
             return reference(x, new, gate)
     try:
         low, triton = None, chosen == "triton"
-        if backend.autocast_enabled(x.device.type):
-            low = backend.rounded_by_kernel(x, new, gate, alike=False) if triton else None
+        if backend.autocasts(x):
+            low = backend.rounded_by_kernel(x, new, gate, alike=False)
             if low is None:
                 x, new, gate = backend.lowered(x, new, gate)
         return _run(triton, x, new, gate) if low is None else _run(triton, x, new, gate, low)
@@ -69,16 +69,15 @@ def fake_backward(
 
 
 FORWARD = _autograd.define(
-    "gated_residual_forward(Tensor x, Tensor new, Tensor gate) -> Tensor",
+    "gated_residual_forward(Tensor x, Tensor new, Tensor gate, ScalarType? low=None) -> Tensor",
     fake_forward,
     lambda overload: _autograd.folded(overload, 3),
-    _autograd.TRITON_LOW,
 )
 BACKWARD = _autograd.define(
-    "gated_residual_backward(Tensor grad, Tensor x, Tensor new, Tensor gate) -> (Tensor, Tensor, Tensor)",
+    "gated_residual_backward(Tensor grad, Tensor x, Tensor new, Tensor gate, ScalarType? low=None) -> "
+    "(Tensor, Tensor, Tensor)",
     fake_backward,
     lambda overload: _autograd.folded(overload, 4),
-    _autograd.TRITON_LOW,
 )
 
 _run = _autograd.from_kernels("GatedResidual", FORWARD, BACKWARD, reference, 3)

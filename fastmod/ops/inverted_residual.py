@@ -56,7 +56,7 @@ def inverted_residual(
     try:
         wide = _checks.compute_dtype(x)
         tensors = [p.to(wide) if p.dtype != wide and p.is_floating_point() else p for p in params]
-        if backend.autocast_enabled(x.device.type):
+        if backend.autocasts(x):
             (x,) = backend.lowered(x)
         if running is not None:
             y = _by_running(x, tensors, running, eps, chosen)

@@ -84,7 +84,7 @@ def _masked_conv2d(
             return reference(*tensors, samples, steps, margin, spread, groups, tau, first)
     _check(x, weight, logits, bias, bias_logits, samples, groups)  # what a convolution costs hides the time
     low, triton, geometry = None, chosen == "triton", (steps, margin, spread, groups)
-    if backend.autocast_enabled(x.device.type):
+    if backend.autocasts(x):
         if triton and at_once(x, weight, *geometry, triton):
             params = [t for t in (weight, logits, bias, bias_logits) if t is not None]
             low = backend.rounded_by_kernel(x, *params)

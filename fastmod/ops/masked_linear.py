@@ -71,7 +71,7 @@ def _masked_linear(
             return reference(x, weight, logits, bias, bias_logits, key, samples, tau, first)
     try:
         low, triton = None, chosen == "triton"
-        if backend.autocast_enabled(x.device.type):
+        if backend.autocasts(x):
             low = backend.rounded_by_kernel(x, weight, logits) if triton else None
             if low is None:
                 x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)

@@ -65,14 +65,14 @@ def mfnnr(
         _check(x, route, update, context)
     limit = NO_PENALTY if threshold is None else _checks.threshold(threshold, "a float or None")
     tau_tensor, tau_value = _checks.positive_tau(tau, x)
-    seed_value = seed_for(mode, seed, x.device)
+    seed_value = seed_for(mode, seed, x)
     if chosen == "reference":
         with backend.reference_autocast(x, *route, *update) as (x, *params):
             route, update = params[: len(route)], params[len(route) :]
             return reference(x, route, update, tau_tensor, tau_value, seed_value, code, context, limit)
     try:
         low = None
-        if backend.autocast_enabled(x.device.type):
+        if backend.autocasts(x):
             low = backend.rounded_by_kernel(x, *route, *update)
             if low is None:
                 x, *params = backend.lowered(x, *route, *update)
@@ -235,9 +235,8 @@ def fake_backward(
     low: torch.dtype | None = None,
 ) -> list[Tensor]:
     """``[grad x, grad tau, grads of route..., grads of update...]``; what is not needed is empty or left out."""
-    wide = _checks.compute_dtype(x)
     copies = route[0].shape[:-2]
-    grads = [x.new_empty(x.shape if need_x else (*copies, 0)), x.new_empty(copies, dtype=wide)]
+    grads = [x.new_empty(x.shape if need_x else (*copies, 0)), x.new_empty(copies, dtype=_checks.tau_dtype(tau, x))]
     if need_params:
         grads += [p.new_empty(p.shape) for p in [*route, *update]]
     return grads

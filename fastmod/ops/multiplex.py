@@ -41,14 +41,14 @@ def multiplex(
     if backend.checks_first(chosen):
         _check(blocks, logits)
     tau_tensor, tau_value = _checks.positive_tau(tau, blocks)
-    seed_value = seed_for(mode, seed, blocks.device)
+    seed_value = seed_for(mode, seed, blocks)
     if chosen == "reference":
         with backend.reference_autocast(blocks, logits) as (blocks, logits):
             return reference(blocks, logits, tau_tensor, tau_value, seed_value, code)
     try:
         low, triton = None, chosen == "triton"
-        if backend.autocast_enabled(blocks.device.type):
-            low = backend.rounded_by_kernel(blocks, logits) if triton else None
+        if backend.autocasts(blocks):
+            low = backend.rounded_by_kernel(blocks, logits)
             if low is None:
                 blocks, logits = backend.lowered(blocks, logits)
         return _run(blocks, logits, tau_tensor, tau_value, seed_value, code, triton, low)
@@ -76,12 +76,12 @@ def mode_code(mode: str) -> int:
     return MODES[mode]
 
 
-def seed_for(mode: str, seed: int | Tensor | None, device: torch.device) -> Tensor | None:
+def seed_for(mode: str, seed: int | Tensor | None, like: Tensor) -> Tensor | None:
     """The seed of a routing with noise; of any other a given seed is checked all the same."""
     if mode == "gumbel":
-        return noise.seed_tensor(seed, device)
+        return noise.seed_tensor(seed, like.device)
     if seed is not None:
-        noise.seed_tensor(seed, device)
+        noise.seed_tensor(seed, like.device)
     return None
 
 
@@ -143,11 +143,10 @@ def fake_backward(
     mode: int,
     low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = _checks.compute_dtype(blocks)
     return (
         blocks.new_empty(blocks.shape),
         logits.new_empty(logits.shape),
-        blocks.new_empty(copies_of(tau, seed), dtype=wide),  # gradient of tau
+        blocks.new_empty(copies_of(tau, seed), dtype=_checks.tau_dtype(tau, blocks)),  # gradient of tau
     )
 
 
@@ -180,17 +179,16 @@ def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
 
 
 FORWARD = _autograd.define(
-    "multiplex_forward(Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int mode) -> Tensor",
+    "multiplex_forward(Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, int mode, "
+    "ScalarType? low=None) -> Tensor",
     fake_forward,
     lambda overload: _rule(overload, 2, keep_tau=False),
-    _autograd.TRITON_LOW,
 )
 BACKWARD = _autograd.define(
     "multiplex_backward(Tensor grad, Tensor blocks, Tensor logits, Tensor? tau, float tau_value, Tensor? seed, "
-    "int mode) -> (Tensor, Tensor, Tensor)",
+    "int mode, ScalarType? low=None) -> (Tensor, Tensor, Tensor)",
     fake_backward,
     lambda overload: _rule(overload, 3, keep_tau=True),
-    _autograd.TRITON_LOW,
 )
 
 

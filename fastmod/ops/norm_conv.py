@@ -68,7 +68,7 @@ def norm_conv(
         _check(x, weight, scale, shift, channel_gate, bias, form, stats)
     try:
         tensors: tuple[Any, ...] = (x, weight, channel_gate, bias)
-        if backend.autocast_enabled(x.device.type):
+        if backend.autocasts(x):
             tensors = backend.lowered(*tensors)
         tensors = (*tensors[:2], _images.affine(scale, x), _images.affine(shift, x), *tensors[2:])
         if chosen == "reference":

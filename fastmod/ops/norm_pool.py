@@ -24,7 +24,7 @@ def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = True) -> Ten
     chosen = backend.resolve("norm_pool", x)
     _check(x, scale, shift, relu)
     wide = _images.affine(scale, x), _images.affine(shift, x)
-    if backend.autocast_enabled(x.device.type):
+    if backend.autocasts(x):
         (x,) = backend.lowered(x)
     if chosen == "reference":
         with backend.reference_autocast(x):

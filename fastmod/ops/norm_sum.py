@@ -40,7 +40,7 @@ def norm_sum(
         _check(x, scale, shift, residual, residual_scale, residual_shift, gate, relu)
     try:
         low: tuple[Any, ...] = (x, residual, gate)
-        if backend.autocast_enabled(x.device.type):
+        if backend.autocasts(x):
             low = backend.lowered(*low)
         scales = [_images.affine(t, x) for t in (scale, shift, residual_scale, residual_shift)]
         tensors: tuple[Any, ...] = (low[0], *scales[:2], low[1], *scales[2:], low[2])

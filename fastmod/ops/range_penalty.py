@@ -32,7 +32,7 @@ def range_penalty(*logits: Tensor, threshold: float = 20.0) -> Tensor:
     if chosen == "reference":
         return reference(logits, threshold)
     try:
-        if backend.autocast_enabled(logits[0].device.type):  # a penalty is a loss and stays in fp32
+        if backend.autocasts(logits[0]):  # a penalty is a loss and stays in fp32
             logits = tuple(t if t.dtype == torch.float64 else t.float() for t in logits)
         return _run(logits, threshold, chosen == "triton")
     except Exception:

@@ -68,7 +68,7 @@ def smfr(
             with backend.reference_autocast(x, *params) as (x, *params):
                 return reference(x, params, fnn_tensors, tau_tensors, seed_tensors, code, context, limit)
         low, triton = None, chosen == "triton"
-        if backend.autocast_enabled(x.device.type):
+        if backend.autocasts(x):
             low = backend.rounded_by_kernel(x, *params)
             if low is None:
                 x, *params = backend.lowered(x, *params)
@@ -209,7 +209,7 @@ def fake_backward(
     grads = mfnnr_fake_backward(
         grad_out, grad_penalty, x, params, [], None, 1.0, None, mode, context, threshold, saved[0], need_x, need_params
     )
-    return [grads[0], *[torch.empty_like(grads[1]) for _ in taus], *grads[2:]]
+    return [grads[0], *[torch.empty_like(grads[1], dtype=_checks.tau_dtype(tau, x)) for tau in taus], *grads[2:]]
 
 
 # ---------------------------------------------------------------------------------------------------- kernels

@@ -33,7 +33,7 @@ def template_mix(logits: Tensor, bank: Tensor, mixing: str = "softmax") -> Tenso
             return reference(low_logits, low_bank, MIXINGS.index(mixing))
     try:
         number = MIXINGS.index(mixing)
-        if backend.autocast_enabled(bank.device.type):
+        if backend.autocasts(bank):
             logits, bank = backend.lowered(logits, bank)
         return _run(chosen == "triton", logits, bank, number)
     except Exception:

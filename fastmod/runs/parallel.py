@@ -128,6 +128,7 @@ def joined() -> Iterator[Alone]:
     before, team = team, Team()
     try:
         yield team
+        dist.barrier()  # gloo aborts a process whose neighbour has hung up before it was done
     finally:
         team = before
         dist.destroy_process_group()

@@ -47,7 +47,16 @@ def test_launches_of_plain_pytorch(row: launch_table.Row) -> None:
         assert len(aten.of_step(shape.plain, shape.tensors(dtype=launch_table.DTYPES[row.dtype]))) == row.eager
 
 
-@pytest.mark.parametrize("name", ["mfnnr 5 to 4 D196 h400 B128", "smfr 6 to 5 D10 w8 d3 h100 B128"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mfnnr 5 to 4 D196 h400 B128",
+        "smfr 6 to 5 D10 w8 d3 h100 B128",
+        "multiplex B1024 M8 N8 D10 gumbel",
+        "multiplex B512 M5 N4 D196",
+        "gated_residual B1024 N8 D10",
+    ],
+)
 def test_autocast_casts_nothing(name: str) -> None:
     """The launches are those of a model in bf16, of which some read fp32."""
     shape = shapes.find(name)
@@ -60,8 +69,31 @@ def test_autocast_casts_nothing(name: str) -> None:
     expected = recorder.record(shape, torch.bfloat16)
     for half, alone in zip(found, expected, strict=True):
         plain = [each.name.replace("<__nv_bfloat16,float>", "<__nv_bfloat16,__nv_bfloat16>") for each in half]
+        if "mfnnr" not in name and "smfr" not in name:  # told apart by the last argument of their templates
+            plain = [re.sub(r",1>$", ",0>", each) for each in plain]
+            assert plain != [each.name for each in half]
         assert plain == [each.name for each in alone]
     assert all("bfloat16" in each.name for half in found for each in half)
+
+
+@pytest.mark.parametrize("hidden", [12, 130])
+@pytest.mark.parametrize("mode", ["softmax", "gumbel"])
+@pytest.mark.parametrize("name", ["smfr", "mfnnr"])
+def test_a_net_in_bf16_casts_nothing(name: str, mode: str, hidden: int) -> None:
+    """Learned temperatures and all."""
+    own = fastmod.nn.SMFR(3, 2, 5, 4, 2, hidden=hidden, mode=mode) if name == "smfr" else None
+    net = (own or fastmod.nn.MFNNR(3, 2, 5, hidden=hidden, mode=mode)).to(torch.bfloat16)
+    x, grads = torch.randn(8, 3, 5).bfloat16(), [torch.ones(8, 2, 5).bfloat16(), torch.ones(())]
+
+    def step() -> None:
+        out = net(x)
+        torch.autograd.backward([out, net.penalty()], grads)
+        net.zero_grad()
+
+    with recorder.on_the_harness(name):
+        recorder.capture(step)  # what is made once
+        names = [each.name for each in recorder.capture(step)]
+    assert len(names) > 2 and not any("copy" in each for each in names), names
 
 
 def test_casts_together_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from fastmod.gpu.targets import TARGETS, Target
 #: Triton makes of sm_86 and sm_89 what it makes of sm_80, but for fp64, where it is that of sm_120.
 TESTED = [name for name, target in TARGETS.items() if target.triton and name not in ("sm_86", "sm_89")]
 ONE_OF_EACH_MAKER = ("sm_90", "gfx942")
-#: Their code depends on how the dtype is rounded; of the others fp16 is bf16 with another conversion.
+#: Their code depends on how the dtype is rounded; of the others fp16 is bf16 with another conversion,
+#: and is not compiled again.
 MASKS = ("sample_mask", "masked_linear")
 #: Masks agree with other backends bit for bit only if every product is rounded.
 UNFUSED = {
@@ -46,7 +47,7 @@ TIGHTEST = ("masked_linear.backward_weight_kernel.fp64-rows64-any", "sm_120")
 def targets_of(op: str, dtype: str) -> list[str]:
     if dtype == "fp64":
         return list(ONE_OF_EACH_MAKER)
-    return ["sm_90"] if dtype == "fp16" and op not in MASKS else TESTED
+    return [] if dtype == "fp16" and op not in MASKS else TESTED
 
 
 #: Of fp64 MFNNRs go layer by layer, and masked convolutions sample by sample, by torch's.
@@ -79,13 +80,16 @@ def test_compiles_without_spills(op: str, dtype: str, target: str) -> None:
     for name in names:
         spec = discover.specialisations()[name]
         counted = (dtype, target) in (("bf16", "sm_90"), ("fp32", target))
-        kernel, needs = triton_part.compiled(spec, TARGETS[target], disassemble=counted)
+        # Disassembling takes half as long as compiling. ptxas keeps the products of PTX: one target shows that.
+        kernel, needs = triton_part.compiled(spec, TARGETS[target], disassemble=target == "sm_90" and counted)
         print(name, target, needs)
         assert len(kernel.asm[TARGETS[target].suffix]) > 0
         assert needs.spills == 0, f"{name}: {needs}"
         assert needs.registers > 0
         if counted and TARGETS[target].nvidia:
-            assert (needs.tensor_core > 0) == on_tensor_cores(name, dtype), f"{name}: {needs}"
+            told = triton_part.PRODUCTS.search(kernel.asm["ptx"]) is not None
+            assert told == on_tensor_cores(name, dtype), f"{name}: {needs}"
+            assert target != "sm_90" or (needs.tensor_core > 0) == told, f"{name}: {needs}"
         if name.rpartition(".")[0] in UNFUSED:
             assert_nothing_fused(kernel, TARGETS[target])
 

@@ -120,12 +120,26 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(ops.gated_residual, inputs)
 
 
-@pytest.mark.interpreted
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wide", [(0, 1, 2), (0,), (1,), (2,), (0, 2)], ids=str)
-def test_autocast_casts_nothing_in_triton(low: torch.dtype, wide: tuple[int, ...]) -> None:
-    with backends.chosen(backends.TRITON):
-        assert_casts_nothing(ops.gated_residual, draw(3, 4, 5), low, wide)
+def test_autocast_casts_nothing(low: torch.dtype, wide: tuple[int, ...]) -> None:
+    assert_casts_nothing(ops.gated_residual, draw(3, 4, 5), low, wide)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+def test_autocast_dtypes_that_kernels_refuse() -> None:
+    x, new, gate = draw(2, 3, 4)
+    for tensors, low in (
+        ((x, new, gate.half()), torch.bfloat16),
+        ((x.double(), new, gate), torch.bfloat16),
+        ((x, new, gate), torch.float32),
+    ):
+        with pytest.raises(TypeError):
+            backends.kernel("gated_residual_forward")(*tensors, low)
+    with pytest.raises(TypeError, match="grad"):
+        backends.kernel("gated_residual_backward")(x, x, new, gate, torch.bfloat16)
 
 
 def test_opcheck() -> None:

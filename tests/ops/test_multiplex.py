@@ -15,7 +15,7 @@ from fastmod import ops
 from fastmod.ops._checks import compute_dtype
 from tests.helpers import backends
 from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
-from tests.helpers.casts import assert_casts_nothing
+from tests.helpers.casts import Casts, assert_casts_nothing
 from tests.helpers.cuda_host import recorder
 
 NAN, INF = float("nan"), float("inf")
@@ -509,15 +509,72 @@ def test_autocast(backend: str) -> None:
     assert blocks.grad.dtype == torch.float32
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wide", [(0, 1), (0,), (1,)], ids=str)
-@pytest.mark.parametrize(("mode", "tiled"), [("gumbel", True), ("softmax", True), ("gumbel", False)])
-def test_autocast_casts_nothing_in_triton(low: torch.dtype, wide: tuple[int, ...], mode: str, tiled: bool) -> None:
-    """tau is fp32 and stays so."""
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [("gumbel", (3, 4, 5, 6)), ("softmax", (9, 4, 8, 8)), ("argmax", (2, 3, 3, 7)), ("gumbel", (2, 3, 2, 18_000))],
+)
+def test_autocast_casts_nothing(
+    backend: backends.Backend, low: torch.dtype, wide: tuple[int, ...], mode: str, shape: tuple[int, ...]
+) -> None:
+    """tau is fp32 and stays so. The last shape has no place in shared memory, nor, here, in a tile of Triton's."""
     by_rows = mock.patch("fastmod.kernels.multiplex.tile_of", return_value=None)
-    with backends.chosen(backends.TRITON), contextlib.nullcontext() if tiled else by_rows:
-        assert_casts_nothing(route(mode), [*draw(3, 4, 5, 6), torch.tensor(0.7)], low, wide, left=(2,))
+    beyond, triton = shape[-1] > 1000, backend is backends.TRITON
+    with by_rows if triton and beyond else contextlib.nullcontext():
+        b, m, n, d = shape
+        tensors = draw(b, m, n, 6 if triton and beyond else d)
+        assert_casts_nothing(route(mode), [*tensors, torch.tensor(0.7)], low, wide, left=(2,))
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("shape", [(3, 4, 5, 6), (40, 2, 1, 200)], ids=str)
+def test_temperature_of_16_bits_casts_nothing(low: torch.dtype, shape: tuple[int, ...]) -> None:
+    """It is read and its gradient written as it is: that of fp32, rounded once."""
+    found = []
+    for dtype in (low, torch.float32):
+        torch.manual_seed(0)
+        leaves = [*[t.to(low) for t in draw(*shape)], torch.tensor(0.75, dtype=dtype)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with Casts() as casts:
+            out = route("gumbel")(*leaves)
+            grads = torch.autograd.grad(out, leaves, out.detach() + 1)
+        assert casts.seen == []
+        found.append([out, *grads])
+    assert [t.dtype for t in found[0]] == [low] * 4
+    found[1][-1] = found[1][-1].to(low)
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("mode", ["softmax", "gumbel"])
+@pytest.mark.parametrize("shape", [(6, 3, 5, 7), (6, 3, 5, 2), (6, 3, 4, 4)], ids=str)
+def test_autocast_of_what_begins_anywhere(shape: tuple[int, ...], mode: str) -> None:
+    """Batches whose first row lies at no multiple of 16 bytes, read and rounded by fours."""
+
+    def op(blocks: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return route(mode)(blocks[1:], logits[1:])
+
+    assert_casts_nothing(op, draw(*shape), torch.bfloat16, (0, 1))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
+def test_autocast_dtypes_that_kernels_refuse() -> None:
+    blocks, logits = draw(2, 3, 4, 5)
+    for tensors, low in (
+        ((blocks.double(), logits), torch.bfloat16),
+        ((blocks, logits.half()), torch.bfloat16),
+        ((blocks, logits), torch.float32),
+    ):
+        with pytest.raises(TypeError):
+            backends.kernel("multiplex_forward")(*tensors, None, 1.0, None, 0, low)
+    grad = torch.randn(2, 4, 5)
+    with pytest.raises(TypeError, match="grad"):
+        backends.kernel("multiplex_backward")(grad, blocks, logits, None, 1.0, None, 0, torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

@@ -116,7 +116,8 @@ def test_dtypes(case: Case, dtype: torch.dtype) -> None:
 def test_many_pixels() -> None:
     """More tiles than one step of what adds up their parts."""
     case = Case(3, 1, 2, 3, 31, 29, size=1, affine="experts", relu=True)
-    assert_agrees(function(case), lambda: draw(case))
+    # Plain PyTorch adds up so well here that of two draws the worst says little.
+    assert_agrees(function(case), lambda: draw(case), draws=8)
 
 
 @pytest.mark.usefixtures("backend")

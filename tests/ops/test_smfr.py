@@ -123,6 +123,28 @@ def test_autocast_casts_nothing(backend: backends.Backend, low: torch.dtype, hid
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("hidden", "mixed"), [(12, False), (12, True), (130, False), (130, True)])
+def test_temperatures_of_16_bits_cast_nothing(
+    backend: backends.Backend, low: torch.dtype, hidden: int, mixed: bool
+) -> None:
+    """They are read and their gradients written as they are. One of fp32 beside them, which no net has, may cast."""
+    with torch.random.fork_rng():
+        x, *rest = draw(5 if backend is backends.TRITON and hidden > 128 else 19, 4, hidden, counts=(3, 4, 2))
+    taus, params = [t.to(low) for t in rest[:2]], [p.to(low) for p in rest[2:]]
+    found = []
+    for own in ([taus[0], taus[1].float() if mixed else taus[1]], [t.float() for t in taus]):
+        leaves = [t.detach().clone().requires_grad_() for t in (x.to(low), *own, *params)]
+        with Casts() as casts:
+            results = call(2)(*leaves)
+            grads = torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results])
+        assert casts.seen == [] or mixed
+        assert [g.dtype for g in grads] == [t.dtype for t in leaves]
+        found.append([*results, *[g.to(low) for g in grads]])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_second_derivative_under_autocast() -> None:
     """Of what the kernels rounded: as that of casts, up to the rounding of gradients."""
     found = []

@@ -28,7 +28,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 FLAVOURS: dict[str, tuple[list[str], list[str]]] = {
     "plain": ([], []),
     "asan": (["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], ["-DCUDA_HOST_ASAN"]),
-    "tsan": (["-fsanitize=thread"], ["-DCUDA_HOST_TSAN"]),
+    "tsan": (["-O0", "-fsanitize=thread"], ["-DCUDA_HOST_TSAN"]),
 }
 _ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=0",  # a launch that failed abandons its fibers

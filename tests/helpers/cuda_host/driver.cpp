@@ -328,13 +328,13 @@ cudaError_t run_any(const Call& c) {
     if (c.name.rfind(op, 0) == 0) return run_mixture<T>(c);
   }
   if (c.name == "multiplex_forward") {
-    return multiplex_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
+    return multiplex_forward<T>({c.at<T>(0)}, {c.at<T>(1)}, c.at<T>(2), routing<C>(c, 4, 3), c.shape(), nullptr);
   }
   // buffers: grad, blocks, logits, grad_blocks, grad_logits, grad_tau, tau, seed
   if (c.name == "multiplex_backward") {
     const bool learned = c.at<C>(6) != nullptr;
     return with_scratch<C>(multiplex_backward_scratch<T>(c.shape(), learned), [&](C* scratch, unsigned* tickets) {
-      return multiplex_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<C>(5),
+      return multiplex_backward<T>(c.at<T>(0), {c.at<T>(1)}, {c.at<T>(2)}, {c.at<T>(3)}, {c.at<T>(4)}, c.at<C>(5),
                                    routing<C>(c, 4, 6), scratch, tickets, c.shape(), nullptr);
     });
   }
@@ -342,11 +342,11 @@ cudaError_t run_any(const Call& c) {
     return GateShape{c.ints.at(0), c.ints.at(1), c.ints.at(2), c.ints.at(3), c.ints.at(4)};
   };
   if (c.name == "gated_residual_forward") {
-    return gated_residual_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), gate_shape(), nullptr);
+    return gated_residual_forward<T>({c.at<T>(0)}, {c.at<T>(1)}, {c.at<T>(2)}, c.at<T>(3), gate_shape(), nullptr);
   }
   if (c.name == "gated_residual_backward") {
-    return gated_residual_backward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<T>(5),
-                                      c.at<T>(6), gate_shape(), nullptr);
+    return gated_residual_backward<T>(c.at<T>(0), {c.at<T>(1)}, {c.at<T>(2)}, {c.at<T>(3)}, {c.at<T>(4)},
+                                      {c.at<T>(5)}, {c.at<T>(6)}, gate_shape(), nullptr);
   }
   if (c.name == "range_penalty_forward") {
     return range_penalty_forward<T>(c.at<T>(0), c.ints.at(0), static_cast<C>(c.floats.at(0)), c.at<C>(1), nullptr);
