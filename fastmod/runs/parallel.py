@@ -9,6 +9,7 @@ statistics of a batch are those of its part, as in DistributedDataParallel. The 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -124,11 +125,14 @@ def joined() -> Iterator[Alone]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Imported after this, as an optimiser does, it would keep the group alive in its default arguments, and with it
+    # gloo's threads: one that is still at work when the interpreter ends aborts the process.
+    importlib.import_module("torch.distributed.nn")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     before, team = team, Team()
     try:
         yield team
-        dist.barrier()  # gloo aborts a process whose neighbour has hung up before it was done
+        dist.barrier()  # nobody hangs up while another is still reading
     finally:
         team = before
         dist.destroy_process_group()

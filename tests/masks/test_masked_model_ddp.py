@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastmod.masks import MaskedModel
+from tests.helpers.processes import one_of_two
 
 
 def make() -> tuple[MaskedModel, Tensor]:
@@ -26,15 +26,13 @@ def backward(run: nn.Module, x: Tensor, rank: int) -> None:
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    masked, x = make()
-    run = DistributedDataParallel(masked)
-    for _ in range(2):  # the second finds fault with parameters that the first left out
-        masked.zero_grad()
-        backward(run, x, rank)
-    torch.save({name: p.grad for name, p in masked.named_parameters()}, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    with one_of_two(rank, folder):
+        masked, x = make()
+        run = DistributedDataParallel(masked)
+        for _ in range(2):  # the second finds fault with parameters that the first left out
+            masked.zero_grad()
+            backward(run, x, rank)
+        torch.save({name: p.grad for name, p in masked.named_parameters()}, f"{folder}/rank{rank}.pt")
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from fastmod.nn import SMFR
+from tests.helpers.processes import one_of_two
 
 
 def make(mode: str) -> tuple[SMFR, torch.Tensor]:
@@ -27,12 +27,10 @@ def step(model: SMFR, run: torch.nn.Module, x: torch.Tensor) -> None:
 
 
 def worker(rank: int, folder: str, mode: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model, x = make(mode)
-    step(model, DistributedDataParallel(model), x[4 * rank : 4 * rank + 4])
-    torch.save(model.state_dict(), f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    with one_of_two(rank, folder):
+        model, x = make(mode)
+        step(model, DistributedDataParallel(model), x[4 * rank : 4 * rank + 4])
+        torch.save(model.state_dict(), f"{folder}/rank{rank}.pt")
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ import fastmod
 from fastmod.models import resnet
 from fastmod.models.plain_resmixnet import PlainGater
 from fastmod.nn import ExpertMixture, ExpertStack, Gater
+from tests.helpers.processes import one_of_two
 from tests.nn.conv_backends import backend as backend
 from tests.nn.conv_backends import one_thread as one_thread
 
@@ -491,17 +491,13 @@ def step(mixture: ExpertMixture, run: nn.Module, x: Tensor) -> None:
 
 
 def worker(rank: int, folder: str, backend: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    with fastmod.use_backend(backend):
+    with one_of_two(rank, folder), fastmod.use_backend(backend):
         mixture, x = make()
         run = DistributedDataParallel(mixture)
         step(mixture, run, x[4 * rank : 4 * rank + 4])
         torch.save(mixture.state_dict(), f"{folder}/rank{rank}.pt")
         mixture.train()
         run(x[4 * rank : 4 * rank + 4]).sum().backward()  # and with statistics of the batch
-    dist.barrier()  # nobody hangs up while another is still reading
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastmod
 from fastmod.models import IsometricNet, PlainIsometricNet, load_plain_isometric
+from tests.helpers.processes import one_of_two
 from tests.nn.conv_backends import BACKENDS
 
 
@@ -276,15 +276,12 @@ def step(net: IsometricNet, run: nn.Module, x: Tensor, task: int) -> None:
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    net = make(tasks=2).eval()
-    run = DistributedDataParallel(net, broadcast_buffers=False)
-    for task in (rank, 1 - rank):  # the processes are at different tasks
-        step(net, run, images(4, 3, 16, 16), task)
-    torch.save(net.state_dict(), f"{folder}/rank{rank}.pt")
-    dist.barrier()  # nobody hangs up while another is still reading
-    dist.destroy_process_group()
+    with one_of_two(rank, folder):
+        net = make(tasks=2).eval()
+        run = DistributedDataParallel(net, broadcast_buffers=False)
+        for task in (rank, 1 - rank):  # the processes are at different tasks
+            step(net, run, images(4, 3, 16, 16), task)
+        torch.save(net.state_dict(), f"{folder}/rank{rank}.pt")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,15 @@ from tests.helpers.study_runs import states
 
 SIZES = ("batch=8", "chunk=5", "fnn_width=6", "fnn_depth=1", "evaluate_every=10", "checkpoint_seconds=0", "lr=0.01")
 SMALL = ["doubleadd", "--model", "FNN", "--seeds", "0", "--steps", "40", *(f"--set={size}" for size in SIZES)]
+#: Tells which threads a process of the team still has when it ends.
+THREADS_LEFT = """
+import atexit, os, pathlib
+def tell():
+    names = {(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()}
+    os.write(2, f"threads left: {sorted(names)}\\n".encode())
+if "RANK" in os.environ:
+    atexit.register(tell)
+"""
 
 
 @pytest.mark.slow
@@ -30,8 +40,11 @@ def test_two_processes_go_on_as_one_would(tmp_path: Path) -> None:
     assert begun["step"] == 10
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     rest = ["-m", "fastmod", "study", "--resume", str(tmp_path / "two")]
-    done = subprocess.run([*command, *rest], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    (tmp_path / "sitecustomize.py").write_text(THREADS_LEFT)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, *rest], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("threads left: ") == 2 and "gloo" not in done.stderr, done.stderr
     assert done.stdout.count("report: ") == 1, "the first process alone talks"
     one, two = (states(tmp_path / name)["FNN-s0"] for name in ("one", "two"))
     assert one["step"] == two["step"] == 40
