@@ -203,14 +203,14 @@ inline bool stacked_layers(const at::Tensor& weight) { return weight.dim() == 3;
 
 inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
                                  const std::optional<at::Tensor>& biases, const at::Tensor& seed, int64_t samples,
-                                 int64_t first) {
+                                 int64_t first, const LowType& low) {
   const bool stacked = stacked_layers(weight);
   TORCH_CHECK_VALUE(x.dim() >= (stacked ? 3 : 2) && (stacked || weight.dim() == 2) && x.size(-1) == weight.size(-1) &&
                         (!stacked || x.size(0) == weight.size(0)),
                     "expected x [B, ..., in] and weight [out, in], got ", x.sizes(), " and ", weight.sizes());
   check_float(x, "x");
-  check_like(x, weight, "weight");
-  check_like(x, logits, "logits");
+  check_mixed(x, weight, low, "weight");
+  check_mixed(x, logits, low, "logits");
   TORCH_CHECK_VALUE(logits.sizes() == weight.sizes(), "logits: expected the shape of weight, ", weight.sizes(),
                     ", got ", logits.sizes());
   const int64_t batch = x.size(stacked ? 1 : 0), out = weight.size(-2);
@@ -221,7 +221,7 @@ inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, c
                     seed.size(0));
   check_mask_noise(seeds && seed.size(0) > 0 ? seed.select(0, 0) : seed, first, samples, 0);
   if (!biases) return;
-  check_like(x, *biases, "biases");
+  check_mixed(x, *biases, low, "biases");
   TORCH_CHECK_VALUE(biases->dim() == (stacked ? 3 : 2) && (!stacked || biases->size(0) == weight.size(0)) &&
                         biases->size(-2) == samples && biases->size(-1) == out,
                     "biases: expected [", samples, ", ", out, "], got ", biases->sizes());
@@ -229,9 +229,9 @@ inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, c
 
 inline void check_masked_linear_grad(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
                                       const at::Tensor& logits, const at::Tensor& seed, int64_t samples, int64_t first,
-                                      double tau) {
-  check_masked_linear(x, weight, logits, std::nullopt, seed, samples, first);
-  check_like(x, grad, "grad");
+                                      double tau, const LowType& low) {
+  check_masked_linear(x, weight, logits, std::nullopt, seed, samples, first, low);
+  check_grad(x, grad, low);
   TORCH_CHECK_VALUE(tau > 0, "tau: expected a number > 0, got ", tau);
   const int64_t batch = leading_size(x, 1), out = weight.size(-2);
   TORCH_CHECK_VALUE(grad.dim() == x.dim() && grad.numel() == batch * out && grad.size(-1) == out &&

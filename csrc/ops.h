@@ -65,10 +65,11 @@ at::Tensor sample_mask_backward(const at::Tensor& grad, const at::Tensor& logits
 
 // x [B, ..., in], part s of the batch through sample s of the masked weight [out, in], plus row s of biases [S, out]
 at::Tensor masked_linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
-                                  const OptionalTensor& biases, const at::Tensor& seed, int64_t samples, int64_t first);
+                                  const OptionalTensor& biases, const at::Tensor& seed, int64_t samples, int64_t first,
+                                  LowType low);
 // gradients of x, weight and logits; empty where not needed
 std::vector<at::Tensor> masked_linear_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
                                                 const at::Tensor& logits, const at::Tensor& seed, int64_t samples,
-                                                double tau, std::array<bool, 3> needs, int64_t first);
+                                                double tau, std::array<bool, 3> needs, int64_t first, LowType low);
 
 }  // namespace fastmod

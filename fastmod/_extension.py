@@ -15,6 +15,7 @@ import torch
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 OLDER = f"the extension was built from older sources; rebuild it with: {REBUILD}"
 
+NAME = "fastmod._C"
 #: The pybind11 module, or None.
 MODULE: ModuleType | None = None
 #: Whether the native kernels of the ``fastmod::`` ops exist; their schemas always do.
@@ -49,7 +50,7 @@ def _load() -> None:
     if stamp is not None and stamp.get("extension") == "off":
         STATUS = "installed without the extension: Triton serves GPUs, plain PyTorch CPUs"
         return
-    if stamp is None or importlib.util.find_spec("fastmod._C") is None:
+    if stamp is None or importlib.util.find_spec(NAME) is None:
         STATUS = f"no compiled extension; build it with: {REBUILD}"
     elif stamp.get("torch") != torch.__version__:
         # Loading it would end in undefined symbols or worse.
@@ -59,7 +60,7 @@ def _load() -> None:
         )
     else:
         try:
-            module = importlib.import_module("fastmod._C")
+            module = importlib.import_module(NAME)
         except ImportError as error:
             STATUS = f"the extension does not load ({error}); rebuild it with: {REBUILD}"
         else:

@@ -38,23 +38,24 @@ Tensor transposed_tiles(const Tensor& x, const MaskedLinearArgs<T>& args) {
 }
 
 Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& biases,
-                              const Tensor& seed, int64_t samples, int64_t first) {
-  check_masked_linear(x, weight, logits, biases, seed, samples, first);
+                              const Tensor& seed, int64_t samples, int64_t first, LowType low) {
+  check_masked_linear(x, weight, logits, biases, seed, samples, first, low);
   if (stacked_layers(weight)) {
     std::vector<Tensor> found;
     for (int64_t i = 0; i < weight.size(0); ++i) {
       const auto added = biases ? OptionalTensor(biases->select(0, i)) : OptionalTensor();
       found.push_back(masked_linear_forward(x.select(0, i), weight.select(0, i), logits.select(0, i), added,
-                                            seed.dim() == 1 ? seed.select(0, i) : seed, samples, first));
+                                            seed.dim() == 1 ? seed.select(0, i) : seed, samples, first, low));
     }
     return at::stack(found);
   }
   auto sizes = x.sizes().vec();
   sizes.back() = weight.size(0);
   const Tensor out = empty_wide(sizes, x);
-  if (out.numel() == 0) return in_type(out, x.scalar_type());
-  const Tensor xr = readable(x), w = readable(weight), l = readable(logits);
-  const Tensor added = biases ? readable(*biases) : Tensor();
+  const auto type = low.value_or(x.scalar_type());
+  if (out.numel() == 0) return in_type(out, type);
+  const Tensor xr = readable(x, low), w = readable(weight, low), l = readable(logits, low);
+  const Tensor added = biases ? readable(*biases, low) : Tensor();
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
     const auto& kernel = table<T>(kernels());
@@ -67,19 +68,19 @@ Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor
     for_each<T>(parts(args.out, kMaskedRows), cycles, kernel.masked_linear_scratch(args), x,
                 [&](int64_t block, T* scratch) { kernel.masked_linear_forward(args, block, scratch); });
   });
-  return in_type(out, x.scalar_type());
+  return in_type(out, type);
 }
 
 std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                             const Tensor& logits, const Tensor& seed, int64_t samples, double tau,
-                                            std::array<bool, 3> needs, int64_t first) {
-  check_masked_linear_grad(grad, x, weight, logits, seed, samples, first, tau);
+                                            std::array<bool, 3> needs, int64_t first, LowType low) {
+  check_masked_linear_grad(grad, x, weight, logits, seed, samples, first, tau, low);
   if (stacked_layers(weight)) {
     std::vector<Tensor> found[3], stacked;
     for (int64_t i = 0; i < weight.size(0); ++i) {
       const auto own = masked_linear_backward(grad.select(0, i), x.select(0, i), weight.select(0, i),
                                               logits.select(0, i), seed.dim() == 1 ? seed.select(0, i) : seed, samples,
-                                              tau, needs, first);
+                                              tau, needs, first, low);
       for (int j = 0; j < 3; ++j) found[j].push_back(own[j]);
     }
     for (const auto& each : found) stacked.push_back(at::stack(each));
@@ -87,10 +88,9 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
   }
   const auto [need_x, need_weight, need_logits] = needs;
   const int64_t batch = leading_size(x, 1), out = weight.size(0), in = weight.size(1);
-  const auto type = x.scalar_type();
   std::vector<Tensor> result;  // empty where not needed, and no two the same: results of an op must not share memory
   for (int i = 0; i < 3; ++i) result.push_back(at::empty({0}, x.options()));
-  const Tensor g = readable(grad), xr = readable(x), w = readable(weight), l = readable(logits);
+  const Tensor g = readable(grad), xr = readable(x, low), w = readable(weight, low), l = readable(logits, low);
   const bool empty = batch == 0 || out == 0 || in == 0;
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
@@ -132,9 +132,9 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
                                         scratch);
       });
     }
-    if (need_x) result[0] = in_type(grad_x, type);
-    if (need_logits) result[2] = in_type(grad_logits, type);
-    if (need_weight) result[1] = in_type(grad_weight, type);
+    if (need_x) result[0] = in_type(grad_x, x.scalar_type());
+    if (need_logits) result[2] = in_type(grad_logits, logits.scalar_type());
+    if (need_weight) result[1] = in_type(grad_weight, weight.scalar_type());
   });
   return result;
 }

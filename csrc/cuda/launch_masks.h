@@ -29,7 +29,7 @@ cudaError_t sample_mask_backward(const T* grad, const T* logits, const T* weight
 // ---- masked_linear.cu, masked_linear_weight.cu, masked_linear_plain.cu: float, double, __half, __nv_bfloat16
 //
 // Each function is one launch (fp64: one for each copy). allow_tf32: one product of tf32 instead of three. Samples begin
-// at noise.first. Shapes are those of one copy.
+// at noise.first. Shapes are those of one copy. Tensors may be of fp32 beside T: see Mixed.
 
 // Layers of one shape side by side, in one launch: as torch.vmap over stacked parameters has them. Inputs are so many
 // numbers apart from one copy to the next, 0 where all share one; results lie without gaps.
@@ -49,26 +49,28 @@ Scratch masked_linear_scratch(LinearShape shape, int64_t samples, bool backward)
 // x [samples, rows, in], weight and logits [out, in], biases [samples, out] (may be null) -> result
 // [samples, rows, out]
 template <typename T>
-cudaError_t masked_linear_forward(const T* x, const T* weight, const T* logits, const T* biases, T* result,
-                                  Compute<T>* scratch, unsigned* tickets, bool allow_tf32, LinearShape shape,
-                                  MaskNoise noise, cudaStream_t stream);
+cudaError_t masked_linear_forward(Mixed<const T> x, Mixed<const T> weight, Mixed<const T> logits,
+                                  Mixed<const T> biases, T* result, Compute<T>* scratch, unsigned* tickets,
+                                  bool allow_tf32, LinearShape shape, MaskNoise noise, cudaStream_t stream);
 
 // grad [samples, rows, out] -> grad_x [samples, rows, in]
 template <typename T>
-cudaError_t masked_linear_backward_x(const T* grad, const T* weight, const T* logits, T* grad_x, Compute<T>* scratch,
-                                     unsigned* tickets, bool allow_tf32, LinearShape shape, MaskNoise noise,
-                                     cudaStream_t stream);
+cudaError_t masked_linear_backward_x(const T* grad, Mixed<const T> weight, Mixed<const T> logits, Mixed<T> grad_x,
+                                     Compute<T>* scratch, unsigned* tickets, bool allow_tf32, LinearShape shape,
+                                     MaskNoise noise, cudaStream_t stream);
 
 // grad and x -> grad_weight and grad_logits [out, in], summed over the samples; each may be null.
 template <typename T>
-cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* weight, const T* logits, T* grad_weight,
-                                          T* grad_logits, Compute<T> tau, bool allow_tf32, LinearShape shape,
-                                          MaskNoise noise, cudaStream_t stream);
+cudaError_t masked_linear_backward_weight(const T* grad, Mixed<const T> x, Mixed<const T> weight,
+                                          Mixed<const T> logits, Mixed<T> grad_weight, Mixed<T> grad_logits,
+                                          Compute<T> tau, bool allow_tf32, LinearShape shape, MaskNoise noise,
+                                          cudaStream_t stream);
 
 // ---- masked_conv2d.cu, masked_conv2d_weight.cu: float, __half, __nv_bfloat16
 //
 // Part s of a batch is convolved with sample noise.first + s of the masked weight [out, in, kernel]. Each function is one
-// launch. allow_tf32: one product of tf32 instead of three.
+// launch. allow_tf32: one product of tf32 instead of three. Tensors may be of fp32 beside T, but for results and their
+// gradients: see Mixed.
 
 constexpr int kMaxKernel = 7;  // rows and columns of a filter
 
@@ -83,15 +85,15 @@ struct MaskedConvShape {
 // Images [batch, channels, high, wide] as they lie in memory: how far from one to the next.
 template <typename T>
 struct Images {
-  T* data;
+  Mixed<T> data;
   int64_t image;
   int channel, row, column;
 };
 
 template <typename T>
 struct MaskedFilters {
-  const T *weight, *logits;      // [out, in, kernel]
-  const T *bias, *bias_logits;   // [out]; each may be null
+  Mixed<const T> weight, logits;      // [out, in, kernel]
+  Mixed<const T> bias, bias_logits;   // [out]; each may be null
 };
 
 // The bias has noise of its own stream.
@@ -111,7 +113,7 @@ cudaError_t masked_conv2d_backward_weight(Images<const T> grad, Images<const T> 
 // As filters; each may be null.
 template <typename T>
 struct MaskedFilterGrads {
-  T *weight, *logits, *bias, *bias_logits;
+  Mixed<T> weight, logits, bias, bias_logits;
 };
 template <typename T>
 cudaError_t masked_conv2d_finish(const float* partials, MaskedFilters<T> filters, MaskedFilterGrads<T> grads,

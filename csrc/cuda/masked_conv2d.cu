@@ -59,11 +59,12 @@ struct Memory {
   }
 };
 
-template <typename T, int kM, bool kBackward>
+template <typename T, int kM, bool kBackward, bool kMixed>
 struct Block {
   using Unit = typename Four<T>::Unit;
   using Own = Memory<T, kM>;
   static constexpr int kParts = Four<T>::kParts, kRows = Own::kRows;
+  static constexpr bool kMixedSource = kMixed && !kBackward, kMixedResult = kMixed && kBackward;
 
   const Problem<T>& p;
   Own& memory;
@@ -72,7 +73,7 @@ struct Block {
   int class_taps;            // those that are met here
   uint64_t sample_word;      // where the noise of the sample begins
   uint64_t inside;           // taps of the thread's pixel that are
-  const T* base;             // of the thread's pixel in the source, at channel 0
+  Operand<kMixedSource, const T> base;        // of the thread's pixel in the source, at channel 0
   int pixel_slot[kColumnTiles], weight_slot;  // of the lane, in shared memory
 
   __device__ int rows() const { return kBackward ? p.shape.in : p.shape.out; }
@@ -116,12 +117,12 @@ struct Block {
       const int at = quad * kQuad - static_cast<int>(words_before(line, c0));  // in the line, of the first of four
       if (at >= length) continue;
       const PhiloxWords words = philox_group(keys, word / kQuad + quad, p.noise.stream);
-      const T* from = p.filters.logits + begin + at;
+      const auto from = operand<kMixed>(p.filters.logits) + (begin + at);
       float logit[kQuad];
       uint32_t low[kQuad], nearest = 0xffffffffu;
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) {
-        logit[j] = static_cast<unsigned>(at + j) < static_cast<unsigned>(length) ? widen(from[j]) : 0.0f;
+        logit[j] = static_cast<unsigned>(at + j) < static_cast<unsigned>(length) ? value_at(from, j) : 0.0f;
         low[j] = low_word(roughly_off(logit[j]));
         const uint32_t above = words.word[j] - low[j];
         nearest = above < nearest ? above : nearest;
@@ -159,12 +160,12 @@ struct Block {
   template <bool kWhole>
   __device__ void load_pixel(int c0, int chunk, int left, float (&pixel)[kDepth]) const {
     const Entry* entries = memory.table + chunk * kDepth;
-    const T* from = base + static_cast<int64_t>(c0) * p.source.channel;
+    const auto from = base + static_cast<int64_t>(c0) * p.source.channel;
 #pragma unroll
     for (int e = 0; e < kDepth; ++e) {
       const Entry entry = entries[kWhole || e < left ? e : 0];
       const bool there = (inside & entry.tap) != 0 && (kWhole || e < left);
-      const float value = widen(*(there ? from + entry.offset : p.source.data));
+      const float value = value_at(either(there, from + entry.offset, operand<kMixedSource>(p.source.data)), 0);
       pixel[e] = there ? value : 0.0f;
     }
   }
@@ -183,7 +184,7 @@ struct Block {
         const int code = entries[first + i].code;
         offset = channel_of(code) * p.shape.in * taps + filter_tap_of(code);
       }
-      weight[i] = widen(p.filters.weight[begin + offset]);
+      weight[i] = value_at(operand<kMixed>(p.filters.weight), begin + offset);
     }
   }
 
@@ -254,10 +255,10 @@ struct Block {
     for (int row = threadIdx.x; row < kRows; row += blockDim.x) {
       const int out = row0 + row;
       float value = 0.0f;
-      if (!kBackward && p.filters.bias && out < p.shape.out) {
-        value = widen(p.filters.bias[out]);
-        if (p.filters.bias_logits) {
-          const float logit = widen(p.filters.bias_logits[out]);
+      if (!kBackward && given(p.filters.bias) && out < p.shape.out) {
+        value = value_at(operand<kMixed>(p.filters.bias), out);
+        if (given(p.filters.bias_logits)) {
+          const float logit = value_at(operand<kMixed>(p.filters.bias_logits), out);
           const uint64_t index = static_cast<uint64_t>((p.noise.first + sample) * p.shape.out + out);
           const uint32_t word = noise_word(seed_of(p.noise), index, p.bias_stream);
           if (static_cast<int32_t>(word >> 9) < words_off(logit)) value *= 0.0f;
@@ -277,31 +278,39 @@ struct Block {
       for (int half = 0; half < 2; ++half) {
         const int row = m * 16 + half * 8 + g;
         if (row0 + row >= rows()) continue;
-        T* to = p.result.data + static_cast<int64_t>(row0 + row) * p.result.channel;
+        const int64_t channel = static_cast<int64_t>(row0 + row) * p.result.channel;
         const float bias = memory.bias[row];
-        alignas(16) T held[8];
+        const auto put_eight = [&](auto* to) {
+          using Result = std::remove_pointer_t<decltype(to)>;
+          alignas(16) Result held[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) narrow(sums[m][i / 2][2 * half + i % 2] + bias, held + i);
-        if (p.vector) {
-          if (where[0] < 0) continue;
+          for (int i = 0; i < 8; ++i) narrow(sums[m][i / 2][2 * half + i % 2] + bias, held + i);
+          if (p.vector) {
+            if (where[0] < 0) return;
 #pragma unroll
-          for (int i = 0; i < 8; i += 16 / sizeof(T)) {
-            *reinterpret_cast<uint4*>(to + where[0] + i) = *reinterpret_cast<const uint4*>(held + i);
+            for (int i = 0; i < 8; i += 16 / sizeof(Result)) {
+              *reinterpret_cast<uint4*>(to + where[0] + i) = *reinterpret_cast<const uint4*>(held + i);
+            }
+          } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              if (where[i] >= 0) to[where[i]] = held[i];
+            }
           }
+        };
+        if (kMixedResult && p.result.data.wide) {
+          put_eight(p.result.data.wide + channel);
         } else {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            if (where[i] >= 0) to[where[i]] = held[i];
-          }
+          put_eight(p.result.data.narrow + channel);
         }
       }
     }
   }
 };
 
-template <typename T, int kM, bool kBackward>
+template <typename T, int kM, bool kBackward, bool kMixed>
 __global__ void __launch_bounds__(kMaxThreads, 1) product_kernel(const __grid_constant__ Problem<T> p) {
-  using Own = Block<T, kM, kBackward>;
+  using Own = Block<T, kM, kBackward, kMixed>;
   FASTMOD_DYNAMIC_SHARED(bytes);
   auto& memory = *reinterpret_cast<Memory<T, kM>*>(bytes);
   const int64_t outer = quotient(blockIdx.x, p.row_blocks), group = quotient(outer, p.tiles);
@@ -321,7 +330,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) product_kernel(const __grid_co
   if (pixel0 >= p.shape.images * y.results * x.results) return;  // of a class that has fewer pixels than others
   const int row0 = static_cast<int>(blockIdx.x - outer * p.row_blocks) * Own::kRows;
   const int taps = p.shape.kernel[0] * p.shape.kernel[1];
-  Own own{p, memory, sample, row0, taps, y.taps * x.taps, 0, 0, nullptr, {}, 0};
+  Own own{p, memory, sample, row0, taps, y.taps * x.taps, 0, 0, {}, {}, 0};
   own.find_slots();
   own.sample_word = static_cast<uint64_t>((p.noise.first + sample) * p.shape.out * p.shape.in * taps);
   {
@@ -329,7 +338,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) product_kernel(const __grid_co
     const bool there = pixel.image >= 0;
     const int64_t image = sample * p.shape.images + pixel.image;
     own.inside = there ? taps_inside(y, x, pixel.i, pixel.j) : 0;
-    own.base = p.source.data;
+    own.base = operand<Own::kMixedSource>(p.source.data);
     if (there) {
       own.base += image * p.source.image + static_cast<int64_t>(pixel.i * y.advance + y.origin) * p.source.row +
                   static_cast<int64_t>(pixel.j * x.advance + x.origin) * p.source.column;
@@ -391,7 +400,7 @@ cudaError_t launch(const Images<const T>& source, const MaskedFilters<T>& filter
   // Eight pixels of a class side by side, none of them over the end of an image.
   const bool vector = stride_y * stride_x == 1 && result.column == 1 && result.row == wide && high * wide % 8 == 0 &&
                       result.channel % 8 == 0 && result.image % 8 == 0 &&
-                      reinterpret_cast<uintptr_t>(result.data) % 16 == 0;
+                      aligned_to(result.data, 16);
   const auto blocks = [&](int height, int threads) {
     return (rows + height - 1) / height * ((pixels + threads - 1) / threads) * classes * noise.samples;
   };
@@ -401,9 +410,13 @@ cudaError_t launch(const Images<const T>& source, const MaskedFilters<T>& filter
     const int pitch = ((kBackward ? kRows : kChannels) * taps + 2 * kQuad - 2) / kQuad;
     const Problem<T> p{source, result, filters, shape, noise, bias_stream, classes, across, (rows + kRows - 1) / kRows,
                        (pixels + threads - 1) / threads, pitch, vector, !allow_tf32};
-    const auto kernel = product_kernel<T, kM, kBackward>;
-    return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(blocks(kRows, threads), 1), threads,
-                                  static_cast<size_t>(Memory<T, kM>::bytes(taps, lines, pitch)), stream, p);
+    const auto launch_one = [&](auto some) {
+      const auto kernel = product_kernel<T, kM, kBackward, decltype(some)::value>;
+      return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(blocks(kRows, threads), 1), threads,
+                                    static_cast<size_t>(Memory<T, kM>::bytes(taps, lines, pitch)), stream, p);
+    };
+    return with_mixed<T>(launch_one, source.data, result.data, filters.weight, filters.logits, filters.bias,
+                         filters.bias_logits);
   };
   const bool fits = taps <= 25;  // shared memory has all masks and pairs
   if (rows > 32 && fits && blocks(64, kMaxThreads) >= kEnoughBlocks)

@@ -5,6 +5,12 @@
 
 namespace fastmod::cuda {
 
+template <typename T>
+inline bool aligned_to(const Mixed<T>& tensor, size_t bytes) {
+  const void* first = tensor.wide ? static_cast<const void*>(tensor.wide) : tensor.narrow;
+  return reinterpret_cast<uintptr_t>(first) % bytes == 0;
+}
+
 constexpr int kMaxTaps = kMaxKernel * kMaxKernel;
 constexpr int kNoTap = 63;  // of a place in a chunk that is empty: no pixel has it
 

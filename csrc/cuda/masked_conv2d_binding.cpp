@@ -16,12 +16,12 @@ struct ConvArguments {
 
   ConvArguments(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& bias,
                 const OptionalTensor& bias_logits, const Tensor& seed, int64_t samples_, Pair stride, Pair padding,
-                Pair dilation, int64_t first)
+                Pair dilation, int64_t first, const LowType& low)
       : samples(samples_) {
     TORCH_CHECK_TYPE(x.scalar_type() != at::kDouble, "x: expected float32, bfloat16 or float16, got ", x.scalar_type());
     check_float(x, "x");
-    check_like(x, weight, "weight");
-    check_like(x, logits, "logits");
+    check_mixed(x, weight, low, "weight");
+    check_mixed(x, logits, low, "logits");
     TORCH_CHECK_VALUE(x.dim() == 4 && weight.dim() == 4 && x.size(1) == weight.size(1) && x.numel() > 0 &&
                           weight.numel() > 0 && weight.size(2) <= kMaxKernel && weight.size(3) <= kMaxKernel,
                       "expected x [B, in, H, W] and weight [out, in, h, w] with filters of up to ", kMaxKernel,
@@ -30,7 +30,7 @@ struct ConvArguments {
                       ", got ", logits.sizes());
     for (const OptionalTensor& each : {bias, bias_logits}) {
       if (!each) continue;
-      check_like(x, *each, "bias");
+      check_mixed(x, *each, low, "bias");
       TORCH_CHECK_VALUE(each->dim() == 1 && each->size(0) == weight.size(0), "bias: expected [", weight.size(0),
                         "], got ", each->sizes());
     }
@@ -80,13 +80,13 @@ struct ConvArguments {
 template <typename T>
 Images<T> images_of(const Tensor& images) {
   const auto step = [&](int d) { return static_cast<int>(images.stride(d)); };
-  return {data<std::remove_const_t<T>>(images), images.stride(0), step(1), step(2), step(3)};
+  return {mixed<T>(images), images.stride(0), step(1), step(2), step(3)};
 }
 
 // In the layout of x, if that is one of the two usual ones.
-Tensor empty_like_images(const Tensor& x, at::IntArrayRef sizes) {
+Tensor empty_like_images(const Tensor& x, at::IntArrayRef sizes, at::ScalarType type) {
   const bool last = !x.is_contiguous() && x.is_contiguous(at::MemoryFormat::ChannelsLast);
-  return at::empty(sizes, x.options(), last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+  return at::empty(sizes, x.options().dtype(type), last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
 }
 
 // Alive as long as the pointers.
@@ -96,21 +96,22 @@ struct Filters {
       : weight(weight_.contiguous()), logits(logits_.contiguous()), bias(dense(bias_)), bias_logits(dense(bias_logits_)) {}
   template <typename T>
   MaskedFilters<T> as() const {
-    return {data<T>(weight), data<T>(logits), data<T>(bias), data<T>(bias_logits)};
+    return {mixed<const T>(weight), mixed<const T>(logits), mixed<const T>(bias), mixed<const T>(bias_logits)};
   }
 };
 
 Tensor masked_conv2d_forward(const Tensor& x_, const Tensor& weight, const Tensor& logits, const OptionalTensor& bias,
                               const OptionalTensor& bias_logits, const Tensor& seed, int64_t samples, Pair stride,
-                              Pair padding, Pair dilation, int64_t first) {
-  const ConvArguments own(x_, weight, logits, bias, bias_logits, seed, samples, stride, padding, dilation, first);
+                              Pair padding, Pair dilation, int64_t first, LowType low) {
+  const ConvArguments own(x_, weight, logits, bias, bias_logits, seed, samples, stride, padding, dilation, first, low);
   const c10::cuda::OptionalCUDAGuard guard(x_.device());
   const MaskedConvShape& shape = own.shape;
   const MaskNoise noise = mask_noise(x_, first, samples, seed, kStreamMask);
   const Tensor x = own.near(x_);
   const Filters filters(weight, logits, bias, bias_logits);
-  const Tensor out = empty_like_images(x_, {x.size(0), shape.out, shape.out_high, shape.out_wide});
-  dispatch(x.scalar_type(), [&](auto* type) {
+  const auto type = low.value_or(x.scalar_type());
+  const Tensor out = empty_like_images(x_, {x.size(0), shape.out, shape.out_high, shape.out_wide}, type);
+  dispatch(type, [&](auto* type) {
     using T = Element<decltype(type)>;
     if constexpr (sizeof(T) <= 4) {
       C10_CUDA_CHECK(cuda::masked_conv2d_forward<T>(images_of<const T>(x), filters.as<T>(), images_of<T>(out),
@@ -124,10 +125,10 @@ std::vector<Tensor> masked_conv2d_backward(const Tensor& grad_, const Tensor& x_
                                             const Tensor& logits, const OptionalTensor& bias,
                                             const OptionalTensor& bias_logits, const Tensor& seed, int64_t samples,
                                             Pair stride, Pair padding, Pair dilation, double tau,
-                                            std::array<bool, 5> needs, int64_t first) {
-  const ConvArguments own(x_, weight, logits, bias, bias_logits, seed, samples, stride, padding, dilation, first);
+                                            std::array<bool, 5> needs, int64_t first, LowType low) {
+  const ConvArguments own(x_, weight, logits, bias, bias_logits, seed, samples, stride, padding, dilation, first, low);
   const MaskedConvShape& shape = own.shape;
-  check_like(x_, grad_, "grad");
+  check_grad(x_, grad_, low);
   TORCH_CHECK_VALUE(tau > 0, "tau: expected a number > 0, got ", tau);
   const std::vector<int64_t> sizes{x_.size(0), shape.out, shape.out_high, shape.out_wide};
   TORCH_CHECK_VALUE(grad_.sizes() == at::IntArrayRef(sizes), "grad: expected ", at::IntArrayRef(sizes), ", got ",
@@ -140,20 +141,20 @@ std::vector<Tensor> masked_conv2d_backward(const Tensor& grad_, const Tensor& x_
     return needed && like.defined() ? blank_like(like) : Tensor();
   };
   const auto [need_x, need_weight, need_logits, need_bias, need_bias_logits] = needs;
-  const Tensor grad_x = need_x ? empty_like_images(x_, x.sizes()) : Tensor();
+  const Tensor grad_x = need_x ? empty_like_images(x_, x.sizes(), x.scalar_type()) : Tensor();
   const Tensor grad_weight = wanted(need_weight, filters.weight), grad_logits = wanted(need_logits, filters.logits);
   const Tensor grad_bias = wanted(need_bias, filters.bias);
   const Tensor grad_bias_logits = wanted(need_bias_logits, filters.bias_logits);
-  dispatch(x.scalar_type(), [&](auto* type) {
+  dispatch(low.value_or(x.scalar_type()), [&](auto* type) {
     using T = Element<decltype(type)>;
     if constexpr (sizeof(T) <= 4) {
       if (grad_x.defined()) {
         C10_CUDA_CHECK(masked_conv2d_backward_x<T>(images_of<const T>(grad), filters.as<T>(), images_of<T>(grad_x),
                                                    convolution_tf32(), shape, noise, bindings::stream()));
       }
-      const MaskedFilterGrads<T> grads{data<T>(grad_weight), data<T>(grad_logits), data<T>(grad_bias),
-                                       data<T>(grad_bias_logits)};
-      if (!grads.weight && !grads.logits && !grads.bias && !grads.bias_logits) return;
+      const MaskedFilterGrads<T> grads{mixed<T>(grad_weight), mixed<T>(grad_logits), mixed<T>(grad_bias),
+                                       mixed<T>(grad_bias_logits)};
+      if (!need_weight && !need_logits && !grad_bias.defined() && !grad_bias_logits.defined()) return;
       const Tensor partials = at::empty({masked_conv2d_partials(shape, samples)}, x.options().dtype(at::kFloat));
       C10_CUDA_CHECK(masked_conv2d_backward_weight<T>(images_of<const T>(grad), images_of<const T>(x),
                                                       data<float>(partials), convolution_tf32(), shape, samples,

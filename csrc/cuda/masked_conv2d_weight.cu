@@ -41,7 +41,7 @@ struct Memory {
   Axis axis[2];
 };
 
-template <typename T>
+template <typename T, bool kMixed>
 struct Block {
   using Unit = typename Four<T>::Unit;
   static constexpr int kParts = Four<T>::kParts;
@@ -97,7 +97,7 @@ struct Block {
       const int unit = threadIdx.x + u * blockDim.x;
       if (unit >= p.down * kAcross * 4) break;
       const int out = out0 + unit / 4;
-      const T* from = p.grad.data + static_cast<int64_t>(out) * p.grad.channel;
+      const T* from = p.grad.data.narrow + static_cast<int64_t>(out) * p.grad.channel;
       const bool there = out < p.shape.out;
       if (p.vector) {
         alignas(4 * sizeof(T)) T four[4];
@@ -119,9 +119,9 @@ struct Block {
     for (int u = 0; u < kUnits; ++u) {
       const int unit = threadIdx.x + u * blockDim.x;
       if (unit >= p.wide * kAcross * 4) break;
-      const T* from = p.x.data + offset[u];
+      const auto from = operand<kMixed>(p.x.data) + offset[u];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) columns[u][i] = places[i].taps >> tap[u] & 1 ? widen(from[places[i].x]) : 0.0f;
+      for (int i = 0; i < 4; ++i) columns[u][i] = places[i].taps >> tap[u] & 1 ? value_at(from, places[i].x) : 0.0f;
     }
   }
 
@@ -176,7 +176,7 @@ struct Block {
 };
 
 // Blocks: (outputs x columns) x splits of the pixels x samples.
-template <typename T>
+template <typename T, bool kMixed>
 __global__ void __launch_bounds__(kWarp * kMaxDown * kMaxWide, 1) weight_kernel(const __grid_constant__ Problem<T> p) {
   FASTMOD_DYNAMIC_SHARED(bytes);
   auto& memory = *reinterpret_cast<Memory<T>*>(bytes);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kWarp * kMaxDown * kMaxWide, 1) weight_kernel(
   if (threadIdx.x < 2) memory.axis[threadIdx.x].read_by_forward(p.shape, threadIdx.x);
   const int64_t pixels = p.shape.images * p.shape.out_high * p.shape.out_wide, pixel0 = split * p.pixels_each;
   const int64_t end = pixel0 + p.pixels_each < pixels ? pixel0 + p.pixels_each : pixels;
-  Block<T> own{p, memory, sample, pixel0, end, out0, column0, {}, {}};
+  Block<T, kMixed> own{p, memory, sample, pixel0, end, out0, column0, {}, {}};
   own.find_columns();
   __syncthreads();
   own.find_places(0);
@@ -258,8 +258,8 @@ constexpr int kFinishRows = 4;  // threads with the same weights, a part of the 
 template <typename T>
 struct Masked {
   const float* partials;  // [samples, splits, count]
-  const T *value, *logits;
-  T *of_value, *of_logits;
+  Mixed<const T> value, logits;
+  Mixed<T> of_value, of_logits;
   int64_t count;
   uint32_t stream;
 };
@@ -281,8 +281,8 @@ __global__ void __launch_bounds__(kWarp* kFinishRows)
   int32_t off[kQuad];
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) {
-    logit[i] = own.logits && i < left ? widen(own.logits[first + i]) : 0.0f;
-    off[i] = own.logits ? words_off(logit[i]) : 0;
+    logit[i] = given(own.logits) && i < left ? value_at(own.logits, first + i) : 0.0f;
+    off[i] = given(own.logits) ? words_off(logit[i]) : 0;
     decay[i] = exponential(-fabsf(logit[i]));
   }
   float of_value[kQuad] = {}, of_logits[kQuad] = {};
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kWarp* kFinishRows)
     for (int i = 0; i < kQuad; ++i) {
       const float u = uniform_from_word<float>(words.word[i]);
       of_value[i] += total[i] * (static_cast<int32_t>(words.word[i] >> 9) >= off[i] ? 1.0f : 0.0f);
-      if (own.of_logits) of_logits[i] += total[i] * mask_slope(u, logit[i], decay[i], tau);
+      if (given(own.of_logits)) of_logits[i] += total[i] * mask_slope(u, logit[i], decay[i], tau);
     }
   }
 #pragma unroll
@@ -328,8 +328,8 @@ __global__ void __launch_bounds__(kWarp* kFinishRows)
       value += sums[(other * 2 * kQuad + i) * kWarp + lane];
       slope += sums[(other * 2 * kQuad + kQuad + i) * kWarp + lane];
     }
-    if (own.of_value) narrow(logit[i] == logit[i] ? value : NAN, own.of_value + first + i);
-    if (own.of_logits) narrow(slope * widen(own.value[first + i]), own.of_logits + first + i);
+    if (given(own.of_value)) put_at(logit[i] == logit[i] ? value : NAN, own.of_value, first + i);
+    if (given(own.of_logits)) put_at(slope * value_at(own.value, first + i), own.of_logits, first + i);
   }
 }
 
@@ -364,12 +364,15 @@ cudaError_t masked_conv2d_backward_weight(Images<const T> grad, Images<const T> 
   const Plan plan(shape, samples);
   const bool vector = grad.column == 1 && grad.row == shape.out_wide && shape.out_high * shape.out_wide % 4 == 0 &&
                       grad.channel % 4 == 0 && grad.image % 4 == 0 &&
-                      reinterpret_cast<uintptr_t>(grad.data) % (4 * sizeof(T)) == 0;
+                      aligned_to(grad.data, 4 * sizeof(T));
   const Problem<T> p{grad, x, partials, shape, samples, plan.splits, plan.pixels_each, plan.down, plan.wide,
                      plan.column_blocks, vector, !allow_tf32};
-  const auto kernel = weight_kernel<T>;
-  return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(plan.column_blocks * plan.out_blocks * plan.splits * samples, 1),
-                                kWarp * plan.down * plan.wide, sizeof(Memory<T>), stream, p);
+  const auto run = [&](auto some) {
+    const auto kernel = weight_kernel<T, decltype(some)::value>;
+    return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(plan.column_blocks * plan.out_blocks * plan.splits * samples, 1),
+                                  kWarp * plan.down * plan.wide, sizeof(Memory<T>), stream, p);
+  };
+  return with_mixed<T>(run, x.data);
 }
 
 template <typename T>
@@ -382,7 +385,7 @@ cudaError_t masked_conv2d_finish(const float* partials, MaskedFilters<T> filters
   const Masked<T> bias{partials + splits * noise.samples * weights, filters.bias, filters.bias_logits, grads.bias,
                        grads.bias_logits, shape.out, bias_stream};
   const auto blocks = [](const Masked<T>& masked) {
-    const bool wanted = masked.of_value || masked.of_logits;
+    const bool wanted = given(masked.of_value) || given(masked.of_logits);
     return wanted ? (masked.count + kWarp * kQuad - 1) / (kWarp * kQuad) : 0;
   };
   const int64_t weight_blocks = blocks(weight);

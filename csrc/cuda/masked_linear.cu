@@ -28,11 +28,11 @@ struct alignas(8) Pair {
   float first, second;
 };
 
-template <typename T>
+template <typename T, bool kBackward, bool kMixed>
 struct Problem {
-  const T* rows;  // [samples, rows, depth]
-  const T *weight, *logits, *biases;
-  T* result;
+  Operand<kMixed && !kBackward, const T> rows;  // [samples, rows, depth]
+  Operand<kMixed, const T> weight, logits, biases;
+  Operand<kMixed && kBackward, T> result;
   float* partials;  // [splits, samples * rows, width]
   unsigned* tickets;
   LinearShape shape;
@@ -50,7 +50,7 @@ struct Memory {
   static constexpr int kParts = Four<T>::kParts, kRowQuads = kMaxSlabs * kSlabRows * kDepth / kQuad;
   static constexpr int kWeightQuads = kMaxWarps * kColumns * kDepth / kQuad;
   int64_t row[kMaxSlabs * kSlabRows];     // of the block, or -1
-  const T* from[kMaxSlabs * kSlabRows];   // where they begin
+  const void* from[kMaxSlabs * kSlabRows];  // where they begin
   alignas(16) T raw_rows[kRowQuads][kQuad];
   T raw_weight[kWeightQuads][kQuad], raw_logits[kWeightQuads][kQuad];
   Unit rows[kParts][kRowQuads];        // [row][t]
@@ -61,15 +61,15 @@ struct Memory {
 };
 
 // A thread's part in bringing chunks into shared memory. It prepares what it has copied itself.
-template <typename T, bool kBackward>
+template <typename T, bool kBackward, bool kMixed>
 struct Block {
   using Unit = typename Four<T>::Unit;
   static constexpr int kParts = Four<T>::kParts;
+  static constexpr bool kMixedRows = kMixed && !kBackward;
 
-  const Problem<T>& p;
+  const Problem<T, kBackward, kMixed>& p;
   Memory<T>& memory;
-  const T *weight, *logits;   // the thread's first quad of the chunk that is loaded next
-  const T* nowhere;           // some place that can be read
+  Operand<kMixed, const T> weight, logits;  // the thread's first quad of the chunk that is loaded next
   int64_t column0, first_slab, k;
   int64_t weight_step, chunk_step;  // to the next quad, to the next chunk
   int64_t out, in;                  // the first quad's
@@ -82,7 +82,7 @@ struct Block {
   static __device__ int slot_of(int major, int t) { return major * 4 + t; }
   static constexpr int kAcross = kMaxWarps * kColumns / kQuad;  // quads of columns
 
-  __device__ Block(const Problem<T>& p_, Memory<T>& memory_, int64_t copy, int64_t column0_, int64_t first_slab_,
+  __device__ Block(const Problem<T, kBackward, kMixed>& p_, Memory<T>& memory_, int64_t copy, int64_t column0_, int64_t first_slab_,
                    int64_t first_chunk)
       : p(p_), memory(memory_), column0(column0_), first_slab(first_slab_), k(first_chunk * kDepth) {
     const int t = threadIdx.x % 4, own = threadIdx.x / 4;
@@ -101,7 +101,6 @@ struct Block {
       slot_step = blockDim.x;
     }
     const LinearCopies& copies = p.shape.copies;
-    nowhere = p.weight;
     weight = p.weight + copy * copies.weight + out * p.shape.in + in;
     logits = p.logits + copy * copies.logits + out * p.shape.in + in;
     weight_step = held(out_step * p.shape.in);
@@ -109,11 +108,16 @@ struct Block {
     own_quads = held(4 / p.slabs_each);
     row_bytes = held(static_cast<int>(blockDim.x * kQuad * sizeof(T)));
     from_bytes = held(static_cast<int>(blockDim.x / 4 * sizeof(const T*)));
-    const T* rows = p.rows + copy * (kBackward ? copies.grad : copies.x);
+    const auto rows = p.rows + copy * (kBackward ? copies.grad : copies.x);
     for (int i = threadIdx.x; i < p.slabs_each * kSlabRows; i += blockDim.x) {
       const int64_t row = p.slabs.row(first_slab + i / kSlabRows, i % kSlabRows);
       memory.row[i] = row;
-      memory.from[i] = rows + (row < 0 ? 0 : row * depth());  // any row: what comes of it is not stored
+      const auto first = rows + (row < 0 ? 0 : row * depth());  // any row: what comes of it is not stored
+      if constexpr (kMixedRows) {
+        memory.from[i] = first.wide ? static_cast<const void*>(first.wide) : first.narrow;
+      } else {
+        memory.from[i] = first;
+      }
     }
     if (threadIdx.x == 0) memory.odd = 0;
   }
@@ -142,7 +146,9 @@ struct Block {
   __device__ void load_rows() const {
     const int64_t own = k + threadIdx.x % 4 * kQuad;
     const int inside = clamped(depth() - own);
-    const int64_t ahead = inside > 0 ? own * static_cast<int64_t>(sizeof(T)) : 0;
+    int64_t each = sizeof(T);
+    if constexpr (kMixedRows) each = p.rows.wide ? sizeof(float) : sizeof(T);
+    const int64_t ahead = inside > 0 ? own * each : 0;
     char* to = reinterpret_cast<char*>(&memory.raw_rows[threadIdx.x]);
     const char* from = reinterpret_cast<const char*>(&memory.from[threadIdx.x / 4]);
 #pragma unroll 1
@@ -150,7 +156,14 @@ struct Block {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const char* row = *reinterpret_cast<const char* const*>(from) + ahead;
-        copy_quad<kVector>(reinterpret_cast<T*>(to), reinterpret_cast<const T*>(row), inside);
+        if constexpr (kMixedRows) {
+          const bool wide = p.rows.wide != nullptr;
+          const Mixed<const T> quad{wide ? nullptr : reinterpret_cast<const T*>(row),
+                                    wide ? reinterpret_cast<const float*>(row) : nullptr};
+          copy_quad<kVector>(reinterpret_cast<T*>(to), quad, inside);
+        } else {
+          copy_quad<kVector>(reinterpret_cast<T*>(to), reinterpret_cast<const T*>(row), inside);
+        }
         to += row_bytes;
         from += from_bytes;
       }
@@ -161,14 +174,14 @@ struct Block {
     const int inside = clamped(p.shape.in - in);
     const int64_t most = p.shape.out - out;
     int left = most < 4 * kThreads ? static_cast<int>(most) : 4 * kThreads;  // more than there are
-    const T *from_weight = weight, *from_logits = logits;
+    auto from_weight = weight, from_logits = logits;
     int slot = first_slot;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i % 2 == 0 && i >= own_quads) break;
       const int valid = left > 0 ? inside : 0;
-      copy_quad<kVector>(memory.raw_weight[slot], valid > 0 ? from_weight : nowhere, valid);
-      copy_quad<kVector>(memory.raw_logits[slot], valid > 0 ? from_logits : nowhere, valid);
+      copy_quad<kVector>(memory.raw_weight[slot], either(valid > 0, from_weight, p.weight), valid);  // can be read
+      copy_quad<kVector>(memory.raw_logits[slot], either(valid > 0, from_logits, p.logits), valid);
       from_weight += weight_step;
       from_logits += weight_step;
       left -= out_step;
@@ -279,8 +292,9 @@ __device__ inline void mask_units(float*, uint4 (&quads)[kQuad][2], uint4 (&low)
   }
 }
 
-template <typename T, bool kBackward>
-__global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_constant__ Problem<T> p) {
+template <typename T, bool kBackward, bool kMixed>
+__global__ void __launch_bounds__(kThreads, 2)
+    product_kernel(const __grid_constant__ Problem<T, kBackward, kMixed> p) {
   using Unit = typename Four<T>::Unit;
   constexpr int kParts = Four<T>::kParts;
   FASTMOD_DYNAMIC_SHARED(bytes);
@@ -289,7 +303,8 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
   const int64_t block = blockIdx.x - outer * p.blocks, split = outer - group * p.splits;
   const int64_t copy = blockIdx.y;
   const int64_t first_chunk = split * p.chunks_each;
-  Block<T, kBackward> own(p, memory, copy, block * (kColumns << p.log_warps), group * p.slabs_each, first_chunk);
+  using Own = Block<T, kBackward, kMixed>;
+  Own own(p, memory, copy, block * (kColumns << p.log_warps), group * p.slabs_each, first_chunk);
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const int warp = threadIdx.x / kWarp & ((1 << p.log_warps) - 1), local_slab = threadIdx.x / kWarp >> p.log_warps;
   const MaskKeys keys(seed_of(p.noise, copy * p.shape.copies.seed), p.noise.stream);
@@ -300,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
   const unsigned char* own_rows = reinterpret_cast<unsigned char*>(&memory.rows[0][(local_slab * kSlabRows + g) * 4 + t]);
   const Unit* rows = reinterpret_cast<const Unit*>(bytes + held(static_cast<int>(own_rows - bytes)));
   // Quad q of a lane: of tile q of the columns, or of k = 4 t + q.
-  constexpr int kNextSlot = (kBackward ? Block<T, kBackward>::kAcross : 8) * 4;
+  constexpr int kNextSlot = (kBackward ? Own::kAcross : 8) * 4;
   const int slot = held(own.slot_of(kBackward ? warp * 8 + g : warp * kColumns + g, t));
   const Unit* weights = &memory.weights[0][slot];
   const uint4* low_words = &memory.low[slot];
@@ -411,13 +426,13 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
 
   const int64_t width = own.width(), values = p.slabs.all_samples * p.slabs.rows * width;
   float* const partials = p.partials + copy * p.splits * values;
-  T* const result = p.result + copy * values;
-  const auto biases_of = [&](int64_t row) -> const T* {
-    if (kBackward || !p.biases) return nullptr;
-    return p.biases + copy * p.shape.copies.biases + quotient(row, p.slabs.rows) * width;
+  const auto result = p.result + copy * values;
+  const bool biased = !kBackward && given(p.biases);
+  const auto biases_of = [&](int64_t row) {
+    return biased ? p.biases + (copy * p.shape.copies.biases + quotient(row, p.slabs.rows) * width) : p.biases;
   };
-  const auto finish = [&](int64_t row, int64_t column, float value, const T* biases) {
-    narrow(biases ? value + widen(biases[column]) : value, result + row * width + column);
+  const auto finish = [&](int64_t row, int64_t column, float value, const Operand<kMixed, const T>& biases) {
+    put_at(biased ? value + value_at(biases, column) : value, result, row * width + column);
   };
   const int64_t warp_column = own.column0 + warp * kColumns, first_column = warp_column + (kBackward ? 8 : 2) * t;
   const int left = static_cast<int>(width - first_column < kColumns ? width - first_column : kColumns);
@@ -443,7 +458,7 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
           continue;
         }
       }
-      const T* biases = biases_of(row);
+      const auto biases = biases_of(row);
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
@@ -468,7 +483,7 @@ __global__ void __launch_bounds__(kThreads, 2) product_kernel(const __grid_const
     const int64_t column = own.column0 + (i & ((1 << log_across) - 1)) * kQuad;
     if (row < 0 || column >= width) continue;
     const float* part = partials + row * width + column;
-    const T* biases = biases_of(row);
+    const auto biases = biases_of(row);
     if (quads) {
       float total[kQuad] = {};
 #pragma unroll 4
@@ -518,21 +533,27 @@ Plan plan_of(const LinearShape& shape, int64_t samples, bool backward) {
 }
 
 template <typename T, bool kBackward>
-cudaError_t launch(const T* rows, const T* weight, const T* logits, const T* biases, T* result, float* scratch,
-                   unsigned* tickets, bool allow_tf32, const LinearShape& shape, const MaskNoise& noise,
-                   cudaStream_t stream) {
+cudaError_t launch(Mixed<const T> rows, Mixed<const T> weight, Mixed<const T> logits, Mixed<const T> biases,
+                   Mixed<T> result, float* scratch, unsigned* tickets, bool allow_tf32, const LinearShape& shape,
+                   const MaskNoise& noise, cudaStream_t stream) {
   const int64_t depth = kBackward ? shape.out : shape.in, width = kBackward ? shape.in : shape.out;
   const LinearCopies& copies = shape.copies;
   if (copies.count * noise.samples * shape.rows * width == 0) return cudaSuccess;
   const Plan plan = plan_of(shape, noise.samples, kBackward);
-  const Problem<T> p{rows, weight, logits, biases, result, scratch, tickets, shape, noise, plan.slabs, plan.log_warps,
-                     plan.slabs_each, plan.blocks, plan.groups, plan.splits, plan.chunks_each, quads_aligned(rows, depth),
-                     quads_aligned(weight, shape.in) && quads_aligned(logits, shape.in), !allow_tf32,
-                     near_quads(noise, shape.out * shape.in, shape.in)};
   const int threads = (kWarp * plan.slabs_each) << plan.log_warps;
-  const auto kernel = product_kernel<T, kBackward>;
   const dim3 grid = grid_of(plan.blocks * plan.groups * plan.splits, copies);
-  return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, threads, sizeof(Memory<T>), stream, p);
+  const auto run = [&](auto some) {
+    constexpr bool kMixed = decltype(some)::value;
+    const Problem<T, kBackward, kMixed> p{
+        operand<kMixed && !kBackward>(rows), operand<kMixed>(weight), operand<kMixed>(logits), operand<kMixed>(biases),
+        operand<kMixed && kBackward>(result), scratch, tickets, shape, noise, plan.slabs, plan.log_warps,
+        plan.slabs_each, plan.blocks, plan.groups, plan.splits, plan.chunks_each, quads_aligned(rows, depth),
+        quads_aligned(weight, shape.in) && quads_aligned(logits, shape.in), !allow_tf32,
+        near_quads(noise, shape.out * shape.in, shape.in)};
+    const auto kernel = product_kernel<T, kBackward, kMixed>;
+    return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, threads, sizeof(Memory<T>), stream, p);
+  };
+  return with_mixed<T>(run, rows, weight, logits, biases, result);
 }
 
 }  // namespace
@@ -544,34 +565,34 @@ Scratch masked_linear_scratch(LinearShape shape, int64_t samples, bool backward)
 }
 
 template <typename T>
-cudaError_t masked_linear_forward(const T* x, const T* weight, const T* logits, const T* biases, T* result,
-                                  Compute<T>* scratch, unsigned* tickets, bool allow_tf32, LinearShape shape,
-                                  MaskNoise noise, cudaStream_t stream) {
+cudaError_t masked_linear_forward(Mixed<const T> x, Mixed<const T> weight, Mixed<const T> logits,
+                                  Mixed<const T> biases, T* result, Compute<T>* scratch, unsigned* tickets,
+                                  bool allow_tf32, LinearShape shape, MaskNoise noise, cudaStream_t stream) {
   if constexpr (sizeof(T) == 8) {
-    return plain::forward(x, weight, logits, biases, result, shape, noise, stream);
+    return plain::forward(x.narrow, weight.narrow, logits.narrow, biases.narrow, result, shape, noise, stream);
   } else {
-    return launch<T, false>(x, weight, logits, biases, result, scratch, tickets, allow_tf32, shape, noise, stream);
+    return launch<T, false>(x, weight, logits, biases, {result}, scratch, tickets, allow_tf32, shape, noise, stream);
   }
 }
 
 template <typename T>
-cudaError_t masked_linear_backward_x(const T* grad, const T* weight, const T* logits, T* grad_x, Compute<T>* scratch,
-                                     unsigned* tickets, bool allow_tf32, LinearShape shape, MaskNoise noise,
-                                     cudaStream_t stream) {
+cudaError_t masked_linear_backward_x(const T* grad, Mixed<const T> weight, Mixed<const T> logits, Mixed<T> grad_x,
+                                     Compute<T>* scratch, unsigned* tickets, bool allow_tf32, LinearShape shape,
+                                     MaskNoise noise, cudaStream_t stream) {
   if constexpr (sizeof(T) == 8) {
-    return plain::backward_x(grad, weight, logits, grad_x, shape, noise, stream);
+    return plain::backward_x(grad, weight.narrow, logits.narrow, grad_x.narrow, shape, noise, stream);
   } else {
-    const T* biases = nullptr;
-    return launch<T, true>(grad, weight, logits, biases, grad_x, scratch, tickets, allow_tf32, shape, noise, stream);
+    return launch<T, true>({grad}, weight, logits, {nullptr}, grad_x, scratch, tickets, allow_tf32, shape, noise,
+                           stream);
   }
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                                        \
   template Scratch masked_linear_scratch<T>(LinearShape, int64_t, bool);                                              \
-  template cudaError_t masked_linear_forward<T>(const T*, const T*, const T*, const T*, T*, Compute<T>*, unsigned*,   \
-                                                bool, LinearShape, MaskNoise, cudaStream_t);                          \
-  template cudaError_t masked_linear_backward_x<T>(const T*, const T*, const T*, T*, Compute<T>*, unsigned*, bool,    \
-                                                   LinearShape, MaskNoise, cudaStream_t);
+  template cudaError_t masked_linear_forward<T>(Mixed<const T>, Mixed<const T>, Mixed<const T>, Mixed<const T>, T*,   \
+                                                Compute<T>*, unsigned*, bool, LinearShape, MaskNoise, cudaStream_t);  \
+  template cudaError_t masked_linear_backward_x<T>(const T*, Mixed<const T>, Mixed<const T>, Mixed<T>, Compute<T>*,   \
+                                                   unsigned*, bool, LinearShape, MaskNoise, cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

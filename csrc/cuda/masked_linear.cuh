@@ -2,6 +2,7 @@
 #pragma once
 
 #include "masks.cuh"
+#include "mixed.cuh"
 #include "mma.cuh"
 
 namespace fastmod::cuda {
@@ -87,35 +88,6 @@ struct Four<float> {
   }
 };
 
-// Four neighbours on their way to shared memory, zeros beyond `valid`. kVector: at once, all or none.
-template <bool kVector, typename T>
-__device__ void copy_quad(T* to, const T* from, int valid) {
-  if constexpr (kVector) {
-    copy_async<kQuad * sizeof(T)>(to, from, valid > 0);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      if constexpr (sizeof(T) == 4) {
-        copy_async<4>(to + i, i < valid ? from + i : from, i < valid);
-      } else {
-        narrow(i < valid ? widen(from[i]) : 0.0f, to + i);
-      }
-    }
-  }
-}
-
-__device__ inline int clamped(int64_t left) { return left <= 0 ? 0 : left < kQuad ? static_cast<int>(left) : kQuad; }
-
-template <typename T>
-inline bool quads_aligned(const T* pointer, int64_t row) {
-  return reinterpret_cast<uintptr_t>(pointer) % (kQuad * sizeof(T)) == 0 && row % kQuad == 0;
-}
-
-// Blocks of one copy, and copies; more than 65535 of them a launch refuses.
-inline dim3 grid_of(int64_t blocks, const LinearCopies& copies) {
-  return dim3(blocks_for(blocks, 1).x, blocks_for(copies.count, 1).x);
-}
-
 // Four neighbours at once.
 template <typename T>
 __device__ void read_quad(const T* from, float (&v)[kQuad]) {
@@ -139,6 +111,68 @@ __device__ void write_quad(const float (&v)[kQuad], T* to) {
     T* type = nullptr;
     *reinterpret_cast<uint2*>(to) = {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
   }
+}
+template <typename T>
+__device__ void read_quad(const Mixed<const T>& from, float (&v)[kQuad]) {
+  if (!from.wide) return read_quad(from.narrow, v);
+  read_quad(from.wide, v);
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) v[i] = rounded_to<T>(v[i]);
+}
+template <typename T>
+__device__ void write_quad(const float (&v)[kQuad], const Mixed<T>& to) {
+  if (to.wide) {
+    write_quad(v, to.wide);
+  } else {
+    write_quad(v, to.narrow);
+  }
+}
+
+// Four neighbours on their way to shared memory, zeros beyond `valid`. kVector: at once, all or none.
+template <bool kVector, typename T>
+__device__ void copy_quad(T* to, const T* from, int valid) {
+  if constexpr (kVector) {
+    copy_async<kQuad * sizeof(T)>(to, from, valid > 0);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        copy_async<4>(to + i, i < valid ? from + i : from, i < valid);
+      } else {
+        narrow(i < valid ? widen(from[i]) : 0.0f, to + i);
+      }
+    }
+  }
+}
+
+// Of fp32 that counts as rounded to T: through registers.
+template <bool kVector, typename T>
+__device__ void copy_quad(T* to, const Mixed<const T>& from, int valid) {
+  if (!from.wide) return copy_quad<kVector>(to, from.narrow, valid);
+  float v[kQuad] = {};
+  if constexpr (kVector) {
+    if (valid > 0) read_quad(from.wide, v);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) v[i] = i < valid ? from.wide[i] : 0.0f;
+  }
+  write_quad(v, to);
+}
+
+__device__ inline int clamped(int64_t left) { return left <= 0 ? 0 : left < kQuad ? static_cast<int>(left) : kQuad; }
+
+template <typename T>
+inline bool quads_aligned(const T* pointer, int64_t row) {
+  return reinterpret_cast<uintptr_t>(pointer) % (kQuad * sizeof(T)) == 0 && row % kQuad == 0;
+}
+template <typename T>
+inline bool quads_aligned(const Mixed<T>& tensor, int64_t row) {
+  return tensor.wide ? quads_aligned(tensor.wide, row) : quads_aligned(tensor.narrow, row);
+}
+
+// Blocks of one copy, and copies; more than 65535 of them a launch refuses.
+inline dim3 grid_of(int64_t blocks, const LinearCopies& copies) {
+  return dim3(blocks_for(blocks, 1).x, blocks_for(copies.count, 1).x);
 }
 
 // Written by other blocks while this one ran.

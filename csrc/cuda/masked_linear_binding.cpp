@@ -42,19 +42,21 @@ struct Inputs {
 };
 
 Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor& logits, const OptionalTensor& biases,
-                              const Tensor& seed, int64_t samples, int64_t first) {
-  check_masked_linear(x, weight, logits, biases, seed, samples, first);
+                              const Tensor& seed, int64_t samples, int64_t first, LowType low) {
+  check_masked_linear(x, weight, logits, biases, seed, samples, first, low);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   const Inputs in(x, weight, logits, biases, std::nullopt, seed, samples);
   const MaskNoise noise = mask_noise(x, first, samples, in.seed.dense, kStreamMask);
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = in.shape.out;
-  const Tensor out = at::empty(sizes, x.options());
-  dispatch(x.scalar_type(), [&](auto* type) {
+  const auto type = low.value_or(x.scalar_type());
+  const Tensor out = at::empty(sizes, x.options().dtype(type));
+  dispatch(type, [&](auto* type) {
     using T = Element<decltype(type)>;
     const Workspace space(x, masked_linear_scratch<T>(in.shape, samples, false));
-    C10_CUDA_CHECK(cuda::masked_linear_forward<T>(data<T>(in.x.dense), data<T>(in.weight.dense),
-                                                  data<T>(in.logits.dense), data<T>(in.biases.dense), data<T>(out),
+    C10_CUDA_CHECK(cuda::masked_linear_forward<T>(mixed<const T>(in.x.dense), mixed<const T>(in.weight.dense),
+                                                  mixed<const T>(in.logits.dense), mixed<const T>(in.biases.dense),
+                                                  data<T>(out),
                                                   data<Compute<T>>(space.numbers), data<unsigned>(space.tickets),
                                                   matmul_tf32(), in.shape, noise, stream()));
   });
@@ -63,8 +65,8 @@ Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor
 
 std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                             const Tensor& logits, const Tensor& seed, int64_t samples, double tau,
-                                            std::array<bool, 3> needs, int64_t first) {
-  check_masked_linear_grad(grad, x, weight, logits, seed, samples, first, tau);
+                                            std::array<bool, 3> needs, int64_t first, LowType low) {
+  check_masked_linear_grad(grad, x, weight, logits, seed, samples, first, tau, low);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   const Inputs in(x, weight, logits, std::nullopt, grad, seed, samples);
   const MaskNoise noise = mask_noise(x, first, samples, in.seed.dense, kStreamMask);
@@ -72,19 +74,19 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
   const auto [need_x, need_weight, need_logits] = needs;
   const Tensor grad_x = wanted(need_x, x), grad_weight = wanted(need_weight, weight);
   const Tensor grad_logits = wanted(need_logits, logits);
-  dispatch(x.scalar_type(), [&](auto* type) {
+  dispatch(low.value_or(x.scalar_type()), [&](auto* type) {
     using T = Element<decltype(type)>;
     if (grad_x.defined()) {
       const Workspace space(x, masked_linear_scratch<T>(in.shape, samples, true));
-      C10_CUDA_CHECK(masked_linear_backward_x<T>(data<T>(in.grad.dense), data<T>(in.weight.dense),
-                                                 data<T>(in.logits.dense), data<T>(grad_x),
+      C10_CUDA_CHECK(masked_linear_backward_x<T>(data<T>(in.grad.dense), mixed<const T>(in.weight.dense),
+                                                 mixed<const T>(in.logits.dense), mixed<T>(grad_x),
                                                  data<Compute<T>>(space.numbers), data<unsigned>(space.tickets),
                                                  matmul_tf32(), in.shape, noise, stream()));
     }
     if (grad_weight.defined() || grad_logits.defined())
-      C10_CUDA_CHECK(masked_linear_backward_weight<T>(data<T>(in.grad.dense), data<T>(in.x.dense),
-                                                      data<T>(in.weight.dense), data<T>(in.logits.dense),
-                                                      data<T>(grad_weight), data<T>(grad_logits),
+      C10_CUDA_CHECK(masked_linear_backward_weight<T>(data<T>(in.grad.dense), mixed<const T>(in.x.dense),
+                                                      mixed<const T>(in.weight.dense), mixed<const T>(in.logits.dense),
+                                                      mixed<T>(grad_weight), mixed<T>(grad_logits),
                                                       static_cast<Compute<T>>(tau), matmul_tf32(), in.shape, noise,
                                                       stream()));
   });

@@ -19,10 +19,11 @@ constexpr int kTilesAcross = kInputs / 8;
 constexpr int kQuads = 4;     // of a lane
 constexpr int64_t kEnoughBlocks = 128;
 
-template <typename T>
+template <typename T, bool kMixed>
 struct Problem {
-  const T *grad, *x, *weight, *logits;
-  T *grad_weight, *grad_logits;
+  const T* grad;
+  Operand<kMixed, const T> x, weight, logits;
+  Operand<kMixed, T> grad_weight, grad_logits;
   float tau;
   bool precise, near, vector_rows, vector_weight;
   LinearShape shape;
@@ -192,17 +193,17 @@ struct Memory {
 };
 
 // A thread's part in bringing rows into shared memory: one quad of columns.
-template <typename T, int kDown, int kAcross>
+template <typename T, int kDown, int kAcross, bool kMixed>
 class Loader {
   using Own = Memory<T, kDown, kAcross>;
   Own& memory_;
-  const T* from_;
+  Operand<kMixed, const T> from_;
   int64_t width_;
   int inside_, row_, column_;
   bool of_inputs_, vector_, precise_;
 
  public:
-  __device__ Loader(const Problem<T>& p, Own& memory, int64_t copy, int64_t out0, int64_t in0)
+  __device__ Loader(const Problem<T, kMixed>& p, Own& memory, int64_t copy, int64_t out0, int64_t in0)
       : memory_(memory), vector_(p.vector_rows), precise_(p.precise) {
     of_inputs_ = threadIdx.x >= Own::kThreads / 2;
     row_ = threadIdx.x % (Own::kThreads / 2) / Own::kLine;
@@ -211,7 +212,8 @@ class Loader {
     const int64_t first = (of_inputs_ ? in0 : out0) + column_;
     inside_ = clamped(width_ - first);
     const int64_t own = copy * (of_inputs_ ? p.shape.copies.x : p.shape.copies.grad);
-    from_ = (of_inputs_ ? p.x : p.grad) + own + (inside_ > 0 ? first : 0) + row_ * width_;
+    const Operand<kMixed, const T> grad{p.grad};
+    from_ = either(of_inputs_, p.x, grad) + (own + (inside_ > 0 ? first : 0) + row_ * width_);
   }
   // The next `rows` rows, zeros in place of others.
   __device__ void load(int rows) {
@@ -225,12 +227,12 @@ class Loader {
   }
   template <bool kVector>
   __device__ void copy(int rows) {
-    const T* from = from_;
-    const T* valid = from_ - row_ * width_;  // where there is a row in any case
+    auto from = from_;
+    const auto valid = from_ + -(row_ * width_);  // where there is a row in any case
 #pragma unroll
     for (int i = 0; i < Own::kOwn; ++i) {
       const bool there = row_ + i * Own::kRowStep < rows;
-      copy_quad<kVector>(memory_.raw[i][threadIdx.x], there ? from : valid, there ? inside_ : 0);
+      copy_quad<kVector>(memory_.raw[i][threadIdx.x], either(there, from, valid), there ? inside_ : 0);
       from += Own::kRowStep * width_;
     }
   }
@@ -260,8 +262,9 @@ class Loader {
 
 __device__ inline int at_most(int64_t left, int most) { return left < most ? static_cast<int>(left) : most; }
 
-template <typename T, int kDown, int kAcross>
-__global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const __grid_constant__ Problem<T> p) {
+template <typename T, int kDown, int kAcross, bool kMixed>
+__global__ void __launch_bounds__(kWarp* kDown* kAcross, 1)
+    weight_kernel(const __grid_constant__ Problem<T, kMixed> p) {
   using Own = Memory<T, kDown, kAcross>;
   using Parts = Factors<T, Own::kOut, Own::kIn>;
   FASTMOD_DYNAMIC_SHARED(bytes);
@@ -272,7 +275,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
   const int own_out = warp / kAcross * kOutputs, own_in = warp % kAcross * kInputs;
   const LinearCopies& copies = p.shape.copies;
   const int64_t copy = blockIdx.y, result = copy * p.shape.out * p.shape.in;
-  const T *logits = p.logits + copy * copies.logits, *weights = p.weight + copy * copies.weight;
+  const auto logits = p.logits + copy * copies.logits, weights = p.weight + copy * copies.weight;
   const MaskKeys keys(seed_of(p.noise, copy * copies.seed), p.noise.stream);
   const bool at_one = p.tau == 1.0f;
   const int64_t first_out = out0 + own_out + Parts::out_of(0, g), first_in = in0 + own_in + Parts::in_of(0, t);
@@ -284,7 +287,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
   const auto left_of = [&](int q) {  // weights of the quad that are there
     return first_out + Parts::out_of(q, 0) < p.shape.out ? clamped(p.shape.in - first_in - Parts::in_of(q, 0)) : 0;
   };
-  const auto read = [&](const T* matrix, float(&v)[kQuads][kQuad]) {
+  const auto read = [&](const Operand<kMixed, const T>& matrix, float(&v)[kQuads][kQuad]) {
     if (whole) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) read_quad(matrix + at_of(q), v[q]);
@@ -293,11 +296,11 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
       for (int q = 0; q < kQuads; ++q) {
         const int left = left_of(q);
 #pragma unroll
-        for (int i = 0; i < kQuad; ++i) v[q][i] = i < left ? widen(matrix[at_of(q) + i]) : 0.0f;
+        for (int i = 0; i < kQuad; ++i) v[q][i] = i < left ? value_at(matrix, at_of(q) + i) : 0.0f;
       }
     }
   };
-  const auto write = [&](const float(&v)[kQuads][kQuad], T* matrix) {
+  const auto write = [&](const float(&v)[kQuads][kQuad], const Operand<kMixed, T>& matrix) {
     if (whole) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) write_quad(v[q], matrix + at_of(q));
@@ -307,7 +310,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
         const int left = left_of(q);
 #pragma unroll
         for (int i = 0; i < kQuad; ++i) {
-          if (i < left) narrow(v[q][i], matrix + at_of(q) + i);
+          if (i < left) put_at(v[q][i], matrix, at_of(q) + i);
         }
       }
     }
@@ -329,7 +332,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
   }
 
   const Places places = memory.factors.places(own_out, own_in, lane);
-  Loader<T, kDown, kAcross> loader(p, memory, copy, out0, in0);
+  Loader<T, kDown, kAcross, kMixed> loader(p, memory, copy, out0, in0);
   uint64_t index = first_word(p.shape, p.noise, 0) + static_cast<uint64_t>(first_at);
   int64_t rows_left = p.shape.rows;  // of the sample, that have not been asked for
   const auto load = [&] {
@@ -375,7 +378,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
       for (int q = 0; q < kQuads; ++q) words[q] = words_from(keys, index + static_cast<uint64_t>(at_of(q) - first_at));
     }
     index += static_cast<uint64_t>(p.shape.out * p.shape.in);
-    if (p.grad_weight) {
+    if (given(p.grad_weight)) {
       uint32_t nearest = 0xffffffffu;  // above the low words
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
@@ -403,7 +406,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
         }
       }
     }
-    if (p.grad_logits && at_one) {
+    if (given(p.grad_logits) && at_one) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
 #pragma unroll
@@ -412,7 +415,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
           of_logits[q][i] += Parts::value(product, q, i) * slope;
         }
       }
-    } else if (p.grad_logits) {
+    } else if (given(p.grad_logits)) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
 #pragma unroll
@@ -423,7 +426,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
       }
     }
   }
-  if (p.grad_weight) {
+  if (given(p.grad_weight)) {
     if (p.noise.samples > 0) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
@@ -435,7 +438,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1) weight_kernel(const 
     }
     write(of_weight, p.grad_weight + result);
   }
-  if (p.grad_logits) {
+  if (given(p.grad_logits)) {
     float weight[kQuads][kQuad];
     read(weights, weight);
 #pragma unroll
@@ -453,10 +456,10 @@ int64_t blocks_of(const LinearShape& shape) {
   return ((shape.out + Own::kOut - 1) / Own::kOut) * ((shape.in + Own::kIn - 1) / Own::kIn);
 }
 
-template <typename T, int kDown, int kAcross>
-cudaError_t launch(const Problem<T>& p, cudaStream_t stream) {
+template <typename T, int kDown, int kAcross, bool kMixed>
+cudaError_t launch(const Problem<T, kMixed>& p, cudaStream_t stream) {
   using Own = Memory<T, kDown, kAcross>;
-  const auto kernel = weight_kernel<T, kDown, kAcross>;
+  const auto kernel = weight_kernel<T, kDown, kAcross, kMixed>;
   const dim3 grid = grid_of(blocks_of<T, kDown, kAcross>(p.shape), p.shape.copies);
   return FASTMOD_LAUNCH_DYNAMIC(kernel, grid, Own::kThreads, sizeof(Own), stream, p);
 }
@@ -464,25 +467,34 @@ cudaError_t launch(const Problem<T>& p, cudaStream_t stream) {
 }  // namespace
 
 template <typename T>
-cudaError_t masked_linear_backward_weight(const T* grad, const T* x, const T* weight, const T* logits, T* grad_weight,
-                                          T* grad_logits, Compute<T> tau, bool allow_tf32, LinearShape shape,
-                                          MaskNoise noise, cudaStream_t stream) {
+cudaError_t masked_linear_backward_weight(const T* grad, Mixed<const T> x, Mixed<const T> weight,
+                                          Mixed<const T> logits, Mixed<T> grad_weight, Mixed<T> grad_logits,
+                                          Compute<T> tau, bool allow_tf32, LinearShape shape, MaskNoise noise,
+                                          cudaStream_t stream) {
   if constexpr (sizeof(T) == 8) {
-    return plain::backward_weight(grad, x, weight, logits, grad_weight, grad_logits, tau, shape, noise, stream);
+    return plain::backward_weight(grad, x.narrow, weight.narrow, logits.narrow, grad_weight.narrow, grad_logits.narrow,
+                                  tau, shape, noise, stream);
   } else {
     if (shape.copies.count * shape.out * shape.in == 0) return cudaSuccess;
     const bool vector_weight = quads_aligned(weight, shape.in) && quads_aligned(logits, shape.in) &&
                                quads_aligned(grad_weight, shape.in) && quads_aligned(grad_logits, shape.in);
-    const Problem<T> p{grad, x, weight, logits, grad_weight, grad_logits, tau, !allow_tf32,
-                       near_quads(noise, shape.out * shape.in, shape.in),
-                       quads_aligned(grad, shape.out) && quads_aligned(x, shape.in), vector_weight, shape, noise};
-    return blocks_of<T, 4, 2>(shape) < kEnoughBlocks ? launch<T, 2, 1>(p, stream) : launch<T, 4, 2>(p, stream);
+    const auto run = [&](auto some) {
+      constexpr bool kMixed = decltype(some)::value;
+      const Problem<T, kMixed> p{grad, operand<kMixed>(x), operand<kMixed>(weight), operand<kMixed>(logits),
+                                 operand<kMixed>(grad_weight), operand<kMixed>(grad_logits), tau, !allow_tf32,
+                                 near_quads(noise, shape.out * shape.in, shape.in),
+                                 quads_aligned(grad, shape.out) && quads_aligned(x, shape.in), vector_weight, shape,
+                                 noise};
+      return blocks_of<T, 4, 2>(shape) < kEnoughBlocks ? launch<T, 2, 1>(p, stream) : launch<T, 4, 2>(p, stream);
+    };
+    return with_mixed<T>(run, x, weight, logits, grad_weight, grad_logits);
   }
 }
 
 #define FASTMOD_INSTANTIATE(T)                                                                                       \
-  template cudaError_t masked_linear_backward_weight<T>(const T*, const T*, const T*, const T*, T*, T*, Compute<T>,  \
-                                                        bool, LinearShape, MaskNoise, cudaStream_t);
+  template cudaError_t masked_linear_backward_weight<T>(const T*, Mixed<const T>, Mixed<const T>, Mixed<const T>,    \
+                                                        Mixed<T>, Mixed<T>, Compute<T>, bool, LinearShape,           \
+                                                        MaskNoise, cudaStream_t);
 FASTMOD_INSTANTIATE(float)
 FASTMOD_INSTANTIATE(double)
 FASTMOD_INSTANTIATE(__half)

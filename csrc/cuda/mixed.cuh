@@ -13,7 +13,7 @@ using Operand = std::conditional_t<kMixed, Mixed<T>, T*>;
 
 // As a kernel with or without kMixed takes it.
 template <bool kMixed, typename T>
-Operand<kMixed, T> operand(const Mixed<T>& tensor) {
+__host__ __device__ inline Operand<kMixed, T> operand(const Mixed<T>& tensor) {
   if constexpr (kMixed) {
     return tensor;
   } else {
@@ -37,6 +37,26 @@ __host__ __device__ inline Mixed<T> operator+(const Mixed<T>& tensor, int64_t st
 template <typename T>
 __host__ __device__ inline Mixed<T>& operator+=(Mixed<T>& tensor, int64_t step) {
   return tensor = tensor + step;
+}
+
+// Whether there is such a tensor.
+template <typename T>
+__host__ __device__ inline bool given(const T* tensor) {
+  return tensor != nullptr;
+}
+template <typename T>
+__host__ __device__ inline bool given(const Mixed<T>& tensor) {
+  return tensor.narrow != nullptr || tensor.wide != nullptr;
+}
+
+// One of two, member by member: chosen by its address it would have to lie in memory.
+template <typename T>
+__device__ inline T* either(bool first, T* one, T* other) {
+  return first ? one : other;
+}
+template <typename T>
+__device__ inline Mixed<T> either(bool first, const Mixed<T>& one, const Mixed<T>& other) {
+  return {first ? one.narrow : other.narrow, first ? one.wide : other.wide};
 }
 
 template <typename T>

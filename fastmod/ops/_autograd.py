@@ -8,6 +8,7 @@ implement the schemas, so that everything here holds for both, and exists withou
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -27,22 +28,16 @@ _unused = torch.library.Library("fastmod_unused", "FRAGMENT")
 
 #: ``(native, triton)``, chosen by ``kernel[triton]``.
 Kernel = tuple[Any, Any]
-#: What Triton's kernels alone are told: the autocast dtype, which they round to what they read, as ``mfnnr``'s do.
-TRITON_LOW = "ScalarType? low=None"
 #: ``(info, in_dims, *arguments) -> (outputs, out_dims)``, as :func:`torch.library.register_vmap` takes it.
 Rule = Callable[..., tuple[Any, Any]]
 
 
-def define(
-    schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None, triton_more: str = ""
-) -> Kernel:
-    """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule.
-    ``triton_more``: an argument that Triton's kernel alone has."""
+def define(schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None) -> Kernel:
+    """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule."""
     name = schema.split("(", 1)[0]
-    schemas = schema, schema.replace(") ->", f", {triton_more}) ->") if triton_more else schema
     kernels = []
-    for library, own in zip(_libraries, schemas, strict=True):
-        library = _defined(library, own)
+    for wished in _libraries:
+        library = _defined(wished, schema)
         torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
         kernel = getattr(getattr(torch.ops, library.ns), name).default
         torch.library.register_vmap(kernel, (rule or by_elements)(kernel), lib=library)
@@ -58,7 +53,7 @@ def _defined(library: torch.library.Library, schema: str) -> torch.library.Libra
             library.define(schema)
             return library
     except RuntimeError:  # or have a kernel of that name with other arguments
-        if not _extension.LOADED:
+        if _extension.NAME not in sys.modules:
             raise
     _extension.leave_unused()
     _unused.define(schema)

@@ -93,8 +93,8 @@ class Geometry(Protocol):
     def backward(self, grad: Tensor, part: Tensor, weight: Any, needs: tuple[bool, bool], out: Tensor | None) -> Any:
         """Gradients of the part, in ``out``, and of the masked weight."""
 
-    def bias_sum(self, grad: Tensor) -> Tensor:
-        """[out]"""
+    def bias_sum(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """[out], of one sample or of all"""
 
     def forward_at_once(self, draws: Draws, *tensors: Tensor | None) -> Tensor: ...
 
@@ -108,12 +108,7 @@ class Draws(NamedTuple):
     first: int
     samples: int
     tau: float
-    low: torch.dtype | None = None  # what Triton's kernels round x, weight, logits and an unmasked bias to
-
-    @property
-    def rounding(self) -> tuple[torch.dtype | None, ...]:
-        """The last argument of Triton's kernels, which native ones do not have."""
-        return (self.low,) if self.triton else ()
+    low: torch.dtype | None = None  # what kernels round x, weight, logits and an unmasked bias to
 
     def masked(self, logits: Tensor, weight: Tensor | None, seed: Tensor, sample: int) -> Tensor:
         """One masked copy."""
@@ -130,10 +125,8 @@ class Draws(NamedTuple):
             return bias.expand(self.samples, -1)
         return FORWARD[self.triton](bias_logits, bias, self.first, self.samples, seed, noise.STREAM_MASK_BIAS)
 
-    def bias_gradient(self, sums: Tensor, bias_logits: Tensor | None, seed: Tensor) -> Tensor:
-        """Of the bias, from the gradients [S, out] of :meth:`biases`."""
-        if bias_logits is None:
-            return sums.sum(0)
+    def bias_gradient(self, sums: Tensor, bias_logits: Tensor, seed: Tensor) -> Tensor:
+        """Of a masked bias, from the gradients [S, out] of :meth:`biases`."""
         stream = noise.STREAM_MASK_BIAS
         return (sums * FORWARD[self.triton](wide(bias_logits), None, self.first, self.samples, seed, stream)).sum(0)
 
@@ -197,11 +190,14 @@ def _backward(
             result[:3] = [value if need else None for value, need in zip(found, needs, strict=False)]
         else:
             result[:3] = _by_samples(geometry, draws, needs, grad, x, weight, logits, seed)
-    if bias is not None and (need_bias or need_bias_logits):
-        sums = torch.stack([geometry.bias_sum(g) for g in geometry.parts(grad, draws.samples)])  # [S, out]
+    if bias is not None and bias_logits is None and need_bias:
+        result[3] = geometry.bias_sum(grad, bias.dtype)
+    elif bias is not None and bias_logits is not None and (need_bias or need_bias_logits):
+        wide_dtype, parts = _checks.compute_dtype(grad), geometry.parts(grad, draws.samples)
+        sums = torch.stack([geometry.bias_sum(g, wide_dtype) for g in parts])  # [S, out]
         if need_bias:
             result[3] = draws.bias_gradient(sums, bias_logits, seed).to(bias.dtype)
-        if need_bias_logits and bias_logits is not None:
+        if need_bias_logits:
             result[4] = draws.bias_slope(sums, bias, bias_logits, seed).to(bias_logits.dtype)
     return result
 

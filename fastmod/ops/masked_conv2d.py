@@ -85,7 +85,7 @@ def _masked_conv2d(
     _check(x, weight, logits, bias, bias_logits, samples, groups)  # what a convolution costs hides the time
     low, triton, geometry = None, chosen == "triton", (steps, margin, spread, groups)
     if backend.autocasts(x):
-        if triton and at_once(x, weight, *geometry, triton):
+        if at_once(x, weight, *geometry, triton):
             params = [t for t in (weight, logits, bias, bias_logits) if t is not None]
             low = backend.rounded_by_kernel(x, *params)
         if low is None:
@@ -238,17 +238,16 @@ def fake_backward(
 #: masked bias [out]. GPUs only, not of fp64.
 FORWARD = _autograd.define(
     "masked_conv2d_forward(Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, Tensor seed, "
-    "int samples, int[2] stride, int[2] padding, int[2] dilation, int first=0) -> Tensor",
+    "int samples, int[2] stride, int[2] padding, int[2] dilation, int first=0, "
+    "ScalarType? low=None) -> Tensor",
     fake_forward,
-    triton_more=_autograd.TRITON_LOW,
 )
 #: gradients of x, weight, logits, bias and bias_logits; empty where not needed
 BACKWARD = _autograd.define(
     "masked_conv2d_backward(Tensor grad, Tensor x, Tensor weight, Tensor logits, Tensor? bias, Tensor? bias_logits, "
     "Tensor seed, int samples, int[2] stride, int[2] padding, int[2] dilation, float tau, bool[5] needs, "
-    "int first=0) -> Tensor[]",
+    "int first=0, ScalarType? low=None) -> Tensor[]",
     fake_backward,
-    triton_more=_autograd.TRITON_LOW,
 )
 
 #: Rows and columns of a filter that the kernels serve.
@@ -293,15 +292,10 @@ class Geometry(NamedTuple):
     first: int
     low: torch.dtype | None
 
-    @property
-    def rounding(self) -> tuple[torch.dtype | None, ...]:
-        """The last argument of Triton's kernels, which native ones do not have."""
-        return (self.low,) if self.triton else ()
-
     def forward(self, *tensors: Tensor | None) -> Tensor:
         """x, weight, logits, bias, bias_logits, seed"""
         sizes = self.samples, self.stride, self.padding, self.dilation
-        return FORWARD[self.triton](*tensors, *sizes, self.first, *self.rounding)
+        return FORWARD[self.triton](*tensors, *sizes, self.first, self.low)
 
     def reference(
         self, x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor
@@ -334,7 +328,7 @@ class MaskedConv2d(_autograd.Op):
 def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
     own, needs = numbers
     sizes = own.samples, own.stride, own.padding, own.dilation
-    found = BACKWARD[own.triton](grad, *tensors, *sizes, own.tau, needs, own.first, *own.rounding)
+    found = BACKWARD[own.triton](grad, *tensors, *sizes, own.tau, needs, own.first, own.low)
     return tuple([value for value, need in zip(found, needs, strict=True) if need])
 
 
@@ -381,8 +375,8 @@ class Convolution(NamedTuple):
         own = self.stride, self.padding, self.dilation, False, [0, 0], self.groups
         return _CONVOLUTION_BACKWARD(grad, part, weight, None, *own, [*needs, False])[:2]
 
-    def bias_sum(self, grad: Tensor) -> Tensor:
-        return grad.sum((0, 2, 3), dtype=_checks.compute_dtype(grad))
+    def bias_sum(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        return grad.sum((0, 2, 3), dtype=dtype)
 
     def forward_at_once(self, draws: Draws, *tensors: Tensor | None) -> Tensor:
         raise NotImplementedError

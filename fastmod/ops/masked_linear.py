@@ -72,7 +72,9 @@ def _masked_linear(
     try:
         low, triton = None, chosen == "triton"
         if backend.autocasts(x):
-            low = backend.rounded_by_kernel(x, weight, logits) if triton else None
+            if _at_once(x, weight, samples, triton):
+                biases = () if bias is None else (bias,)
+                low = backend.rounded_by_kernel(x, weight, logits, *biases, alike=False)
             if low is None:
                 x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)
             elif bias is not None and bias_logits is not None:  # masked by `sample_mask`, which knows nothing of it
@@ -171,18 +173,16 @@ def _side_by_side(weight: int) -> Callable[[Any], _autograd.Rule]:
 #: [S, out]. Of weights [layers, out, in] the same for each, of tensors with one more dimension in front.
 FORWARD = _autograd.define(
     "masked_linear_forward(Tensor x, Tensor weight, Tensor logits, Tensor? biases, Tensor seed, int samples, "
-    "int first=0) -> Tensor",
+    "int first=0, ScalarType? low=None) -> Tensor",
     fake_forward,
     _side_by_side(1),
-    _autograd.TRITON_LOW,
 )
 #: gradients of x, weight and logits; empty where not needed
 BACKWARD = _autograd.define(
     "masked_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor logits, Tensor seed, int samples, float tau, "
-    "bool[3] needs, int first=0) -> Tensor[]",
+    "bool[3] needs, int first=0, ScalarType? low=None) -> Tensor[]",
     fake_backward,
     _side_by_side(2),
-    _autograd.TRITON_LOW,
 )
 
 #: Instruction set of the CPU kernels -> (rows for large weights, rows * weights to add for small ones).
@@ -202,6 +202,11 @@ def row_limit(weight: Tensor, triton: bool) -> int | None:
         return None
     rows, small = ROW_LIMITS[_extension.MODULE.cpu_isa()]
     return rows + small // max(weight.numel(), 1)
+
+
+def _at_once(x: Tensor, weight: Tensor, samples: int, triton: bool) -> bool:
+    limit = row_limit(weight, triton)
+    return limit is None or x.shape[:-1].numel() <= samples * limit
 
 
 class Linear:
@@ -240,14 +245,14 @@ class Linear:
     ) -> tuple[Tensor | None, Tensor | None]:
         return torch.mm(grad, weight, out=out) if needs[0] else None, torch.mm(grad.t(), part) if needs[1] else None
 
-    def bias_sum(self, grad: Tensor) -> Tensor:
-        return grad.sum(0, dtype=_checks.compute_dtype(grad))
+    def bias_sum(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        return grad.sum(tuple(range(grad.dim() - 1)), dtype=dtype)
 
     def forward_at_once(self, draws: Draws, *tensors: Any) -> Tensor:
-        return FORWARD[draws.triton](*tensors, draws.samples, draws.first, *draws.rounding)
+        return FORWARD[draws.triton](*tensors, draws.samples, draws.first, draws.low)
 
     def backward_at_once(self, draws: Draws, *tensors: Any, needs: Sequence[bool]) -> list[Tensor]:
-        return BACKWARD[draws.triton](*tensors, draws.samples, draws.tau, needs, draws.first, *draws.rounding)
+        return BACKWARD[draws.triton](*tensors, draws.samples, draws.tau, needs, draws.first, draws.low)
 
 
 LINEAR = Linear()
@@ -267,8 +272,7 @@ def _run(
     triton: bool,
     low: torch.dtype | None,
 ) -> Tensor:
-    limit = row_limit(weight, triton)
-    at_once = limit is None or x.shape[:-1].numel() <= samples * limit
+    at_once = _at_once(x, weight, samples, triton)
     if not at_once or bias is not None or bias_logits is not None:
         _check(x, weight, logits, bias, bias_logits, samples)  # torch broadcasts where the kernels refuse
     draws = Draws(triton, first, samples, tau, low)

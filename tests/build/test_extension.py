@@ -94,9 +94,11 @@ for name in ("gated_residual_forward", "gated_residual_forward.triton"):
 def test_extension_whose_kernels_have_other_arguments(copy: Path) -> None:
     """The sources moved on and nobody built: what torch would refuse to define must not end the import."""
     op = copy / "ops" / "gated_residual.py"
-    op.write_text(
-        op.read_text().replace("gated_residual_forward(Tensor x,", "gated_residual_forward(int more, Tensor x,")
-    )
+    text = op.read_text()
+    for name in ("gated_residual_forward(", "gated_residual_backward("):
+        assert name in text
+        text = text.replace(name, f"{name}int more, ")
+    op.write_text(text)
     found = use(copy)
     assert found.startswith("1 reference") and "older sources" in found and "pip install" in found
 

@@ -55,6 +55,7 @@ def test_launches_of_plain_pytorch(row: launch_table.Row) -> None:
         "multiplex B1024 M8 N8 D10 gumbel",
         "multiplex B512 M5 N4 D196",
         "gated_residual B1024 N8 D10",
+        "masked_linear 128x400 to 400 S4",
     ],
 )
 def test_autocast_casts_nothing(name: str) -> None:

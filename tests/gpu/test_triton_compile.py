@@ -27,8 +27,7 @@ from fastmod.gpu.targets import TARGETS, Target
 #: Triton makes of sm_86 and sm_89 what it makes of sm_80, but for fp64, where it is that of sm_120.
 TESTED = [name for name, target in TARGETS.items() if target.triton and name not in ("sm_86", "sm_89")]
 ONE_OF_EACH_MAKER = ("sm_90", "gfx942")
-#: Their code depends on how the dtype is rounded; of the others fp16 is bf16 with another conversion,
-#: and is not compiled again.
+#: Their code depends on how the dtype is rounded; of the others fp16 is bf16 with another conversion.
 MASKS = ("sample_mask", "masked_linear")
 #: Masks agree with other backends bit for bit only if every product is rounded.
 UNFUSED = {
@@ -47,7 +46,7 @@ TIGHTEST = ("masked_linear.backward_weight_kernel.fp64-rows64-any", "sm_120")
 def targets_of(op: str, dtype: str) -> list[str]:
     if dtype == "fp64":
         return list(ONE_OF_EACH_MAKER)
-    return [] if dtype == "fp16" and op not in MASKS else TESTED
+    return ["sm_90"] if dtype == "fp16" and op not in MASKS else TESTED
 
 
 #: Of fp64 MFNNRs go layer by layer, and masked convolutions sample by sample, by torch's.

@@ -9,13 +9,14 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmod
 from fastmod import ops
 from tests.helpers import backends
 from tests.helpers.agreement import laid_out, opchecked
-from tests.helpers.casts import Casts
+from tests.helpers.casts import assert_casts_nothing
 from tests.helpers.mask_cases import (
     assert_message,
     fuzzed,
@@ -189,28 +190,19 @@ def test_autocast(backend: str) -> None:
     assert all(t.grad.dtype == torch.float32 for t in inputs)
 
 
-@pytest.mark.interpreted
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("wide", "biased"), [("all", True), ("parameters", True), ("x", False)])
-def test_autocast_casts_nothing_in_triton(low: torch.dtype, wide: str, biased: bool) -> None:
-    """Kernels round what they read: results are those of casts, and so are gradients before they were rounded."""
-    x, weight, logits, bias, _ = draw(2, 3, 20, 5)
-    x = x.to(low) if wide == "parameters" else x
-    tensors = [x, *[t.to(low) if wide == "x" else t for t in (weight, logits, bias)[: 2 + biased]]]
-    found = []
-    with backends.chosen(backends.TRITON):
-        for own in (tensors, [t.to(low) for t in tensors]):
-            leaves = [t.detach().clone().requires_grad_() for t in own]
-            with torch.autocast("cpu", low), Casts() as casts:
-                x, weight, logits, *bias = leaves
-                out = ops.masked_linear(x, weight, logits, 2, bias=bias[0] if bias else None, seed=3)
-            with casts:
-                grads = torch.autograd.grad(out, leaves, out.detach() + 1)
-            assert casts.seen == [] or own is not tensors
-            assert [g.dtype for g in grads] == [t.dtype for t in own]
-            found.append([out, *[g.to(low) for g in grads]])
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.dtype == theirs.dtype == low and torch.equal(ours, theirs)
+@pytest.mark.parametrize("wide", [(0, 1, 2, 3), (1, 2, 3), (2,), (0,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 3, 20, 5), (3, 18, 7, 33)], ids=str)
+def test_autocast_casts_nothing(low: torch.dtype, wide: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Kernels round what they read: x, weight, logits and, if there are four, a bias."""
+    samples, rows, inputs, outputs = sizes
+    tensors = draw(samples, rows, inputs, outputs)[: 3 if wide in ((0,), (0, 1, 2)) else 4]
+
+    def op(x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ops.masked_linear(x, weight, logits, samples, bias=bias, seed=3)
+
+    assert_casts_nothing(op, tensors, low, wide)
 
 
 def test_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,11 +188,11 @@ cudaError_t run_masked_conv(const Call& c) {
   const auto images = [&](auto* data, int channels, int high, int wide) {
     using Each = std::remove_pointer_t<decltype(data)>;
     const int64_t size = static_cast<int64_t>(channels) * high * wide;
-    return last ? Images<Each>{data, size, 1, wide * channels, channels} : Images<Each>{data, size, high * wide, wide, 1};
+    return last ? Images<Each>{{data}, size, 1, wide * channels, channels} : Images<Each>{{data}, size, high * wide, wide, 1};
   };
   const auto outer = [&](auto* data) { return images(data, shape.out, shape.out_high, shape.out_wide); };
   const auto inner = [&](auto* data) { return images(data, shape.in, shape.high, shape.wide); };
-  const MaskedFilters<T> filters{c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4)};
+  const MaskedFilters<T> filters{{c.at<T>(1)}, {c.at<T>(2)}, {c.at<T>(3)}, {c.at<T>(4)}};
   const MaskNoise noise = mask_noise(c, 5);
   if (c.name == "masked_conv2d_forward") {
     return masked_conv2d_forward<T>(inner(c.at<const T>(0)), filters, outer(c.at<T>(6)), allow_tf32, shape, noise,
@@ -206,7 +206,7 @@ cudaError_t run_masked_conv(const Call& c) {
     const cudaError_t error = masked_conv2d_backward_weight<T>(outer(c.at<const T>(0)), inner(c.at<const T>(6)), partials,
                                                                allow_tf32, shape, noise.samples, nullptr);
     if (error != cudaSuccess) return error;
-    return masked_conv2d_finish<T>(partials, filters, {c.at<T>(7), c.at<T>(8), c.at<T>(9), c.at<T>(10)},
+    return masked_conv2d_finish<T>(partials, filters, {{c.at<T>(7)}, {c.at<T>(8)}, {c.at<T>(9)}, {c.at<T>(10)}},
                                    static_cast<float>(c.floats.at(0)), shape, noise, fastmod::kStreamMaskBias, nullptr);
   });
 }
@@ -369,18 +369,18 @@ cudaError_t run_any(const Call& c) {
   const auto linear_shape = [&] { return LinearShape{c.ints.at(5), c.ints.at(6), c.ints.at(7)}; };
   if (c.name == "masked_linear_forward") {
     return with_scratch<C>(masked_linear_scratch<T>(linear_shape(), c.ints.at(2), false), [&](C* scratch, unsigned* t) {
-      return masked_linear_forward<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), scratch, t,
+      return masked_linear_forward<T>({c.at<T>(0)}, {c.at<T>(1)}, {c.at<T>(2)}, {c.at<T>(3)}, c.at<T>(4), scratch, t,
                                       c.ints.at(8) != 0, linear_shape(), mask_noise(c, 5), nullptr);
     });
   }
   if (c.name == "masked_linear_backward_x") {
     return with_scratch<C>(masked_linear_scratch<T>(linear_shape(), c.ints.at(2), true), [&](C* scratch, unsigned* t) {
-      return masked_linear_backward_x<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), scratch, t,
+      return masked_linear_backward_x<T>(c.at<T>(0), {c.at<T>(1)}, {c.at<T>(2)}, {c.at<T>(3)}, scratch, t,
                                          c.ints.at(8) != 0, linear_shape(), mask_noise(c, 4), nullptr);
     });
   }
   if (c.name == "masked_linear_backward_weight") {
-    return masked_linear_backward_weight<T>(c.at<T>(0), c.at<T>(1), c.at<T>(2), c.at<T>(3), c.at<T>(4), c.at<T>(5),
+    return masked_linear_backward_weight<T>(c.at<T>(0), {c.at<T>(1)}, {c.at<T>(2)}, {c.at<T>(3)}, {c.at<T>(4)}, {c.at<T>(5)},
                                             static_cast<C>(c.floats.at(0)), c.ints.at(8) != 0, linear_shape(),
                                             mask_noise(c, 6), nullptr);
   }
