@@ -2,6 +2,7 @@
 
     python tools/count_gpu.py                       launches, registers, spills, shared memory, tensor core instructions
     python tools/count_gpu.py --ptxvm FOLDER        and what a run of their PTX does: instructions, bytes, lines
+    python tools/count_gpu.py --autocast            of fp32 tensors under autocast to bf16
     python tools/count_gpu.py --write-launches      fastmod/gpu/launches.csv and geometry.csv anew
 
 Needs nvcc, g++ and Triton's wheel (for its cuobjdump). FOLDER holds ptxvm.py, an interpreter of PTX that is no part of
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,13 +50,24 @@ Part = Callable[[recorder.Launch], tuple[Sequence[int], int]]
 class Case(NamedTuple):
     """A shape small enough to be interpreted. ``useful``: what the instructions of a kernel are divided by, of one
     product, though a kernel of a backward may have two. With a ``part`` only some blocks run, and no value is
-    compared."""
+    compared. ``autocast``: fp32 tensors where bf16 is asked for."""
 
     shape: shapes.Shape
     unit: str
     useful: int
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     part: Part | None = None
+    autocast: bool = False
+
+    def sample(self) -> shapes.Shape:
+        """What is run."""
+        call = self.shape.call
+
+        def lowered(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            with torch.autocast("cpu", torch.bfloat16):
+                return call(tensors)
+
+        return replace(self.shape, call=lowered) if self.autocast else self.shape
 
 
 def _products(shape: shapes.Shape, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Case:
@@ -148,6 +161,7 @@ def main() -> None:
     parser.add_argument("--ptxvm", type=Path, help="folder of ptxvm.py")
     parser.add_argument("--op", action="append", help="only this op; repeat for several")
     parser.add_argument("--shape", help="only shapes with this in their names")
+    parser.add_argument("--autocast", action="store_true", help="fp32 tensors under autocast to bf16")
     parser.add_argument("--write-launches", action="store_true", help="only write launches.csv and geometry.csv anew")
     asked = parser.parse_args()
     if asked.write_launches:
@@ -156,6 +170,8 @@ def main() -> None:
         return
     print(f"commit {commit()}, {ARCH}, nvcc {tools.nvcc_version(tools.nvcc())}\n")
     wanted = [case for case in CASES if not asked.op or case.shape.op in asked.op]
+    if asked.autocast:
+        wanted = [case._replace(autocast=True, dtypes=("fp32",)) for case in wanted]
     if asked.shape:
         wanted = [case for case in wanted if asked.shape in case.shape.label]
     else:
@@ -210,7 +226,7 @@ def print_launches(ops: list[str] | None) -> None:
 
 
 def ours(case: Case) -> list[recorder.Launch]:
-    found = [recorder.record(case.shape, launch_table.DTYPES[dtype]) for dtype in case.dtypes]
+    found = [recorder.record(case.sample(), launch_table.DTYPES[dtype]) for dtype in case.dtypes]
     launches = [each for recording in found for half in recording for each in half]
     return [each for each in launches if not each.name.startswith("aten::")]
 
@@ -329,17 +345,18 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
 
     error = "not compared"
     if case.part:
-        recorder.results(case.shape, case.shape.tensors(dtype=launch_table.DTYPES[dtype]), run)
+        recorder.results(case.sample(), case.shape.tensors(dtype=launch_table.DTYPES[dtype]), run)
     else:
-        error = f"{interpreted_error(case.shape, launch_table.DTYPES[dtype], run):.1e}"
-    names = list(dict.fromkeys(name for name, _ in counts))
+        error = f"{interpreted_error(case, launch_table.DTYPES[dtype], run):.1e}"
+    names, lowered = list(dict.fromkeys(name for name, _ in counts)), " autocast" if case.autocast else ""
     for name in names:
         own = [each for other, each in counts if other == name]
         ratio = sum(each.instructions for each in own) / useful[name]
         lines = f"{sum(each.lines for each in own) / len(own):.1f}, {max(each.worst for each in own):.0f}"
         read, written = sum(each.read for each in own), sum(each.written for each in own)
         print(
-            f"| `{case.shape.op}` {case.shape.label} | {dtype} | `{name}` | {len(own)} | {ratio:.2f} per {case.unit} "
+            f"| `{case.shape.op}` {case.shape.label} | {dtype}{lowered} | `{name}` | {len(own)} "
+            f"| {ratio:.2f} per {case.unit} "
             f"| {read} | {written} | {lines} | {sum(each.mma for each in own)} "
             f"| {own[0].images:.2f} | {own[0].others:.2f} | {sum(each.races for each in own)} |"
         )
@@ -354,12 +371,14 @@ def interpret(vm: Any, code: Any, launch: recorder.Launch, blocks: Sequence[int]
     vm.launch(code, launch.grid, launch.block, list(launch.arguments), dyn=launch.dynamic)
 
 
-def interpreted_error(shape: shapes.Shape, dtype: torch.dtype, run: recorder.Listener) -> float:
+def interpreted_error(case: Case, dtype: torch.dtype, run: recorder.Listener) -> float:
     """Outputs of the interpreted kernels against plain PyTorch in fp64, relative to the largest value."""
+    shape = case.shape
     tensors = shape.tensors(dtype=dtype)
-    found = recorder.results(shape, tensors, run)
+    found = recorder.results(case.sample(), tensors, run)
     with fastmod.use_backend("reference"):
-        wide = [t.detach().double().requires_grad_() for t in tensors]
+        read = [t.detach().bfloat16() if case.autocast else t.detach() for t in tensors]
+        wide = [t.double().requires_grad_() for t in read]
         outputs = (shape.call if hasattr(fastmod.ops, shape.op) else shape.plain or shape.call)(wide)
         exact = [*outputs, *torch.autograd.grad(outputs, wide, [torch.ones_like(out) for out in outputs])]
     pairs = [(a.detach().double(), b.detach()) for a, b in zip(found, exact, strict=True)]
