@@ -92,8 +92,8 @@ def test_bound_masked_linear_uses_tf32_where_torch_allows_it(bindings: Any) -> N
     errors = []
     for allowed in (False, True):
         torch.backends.cuda.matmul.allow_tf32 = allowed
-        found = bindings.masked_linear_forward(x, weight, sure, None, seed, 2, 0)
-        gradients = bindings.masked_linear_backward(grad, x, weight, sure, seed, 2, 1.0, [True, True, False], 0)
+        found = bindings.masked_linear_forward(x, weight, sure, None, seed, 2, 0, None)
+        gradients = bindings.masked_linear_backward(grad, x, weight, sure, seed, 2, 1.0, [True, True, False], 0, None)
         got = [found, gradients[0], gradients[1]]
         errors.append([(a - b).abs().max().item() for a, b in zip(got, exact, strict=True)])
     for precise, coarse, values in zip(*errors, exact, strict=True):
@@ -103,13 +103,13 @@ def test_bound_masked_linear_uses_tf32_where_torch_allows_it(bindings: Any) -> N
 def test_bound_masked_linear_refuses(bindings: Any) -> None:
     x, weight, seed = random(4, 3), random(5, 3), torch.tensor(SEED)
     with pytest.raises(ValueError, match=r"biases: expected \[2, 5\]"):
-        bindings.masked_linear_forward(x, weight, weight, random(5), seed, 2, 0)
+        bindings.masked_linear_forward(x, weight, weight, random(5), seed, 2, 0, None)
     with pytest.raises(ValueError, match="multiple of 3 samples"):
-        bindings.masked_linear_forward(x, weight, weight, None, seed, 3, 0)
+        bindings.masked_linear_forward(x, weight, weight, None, seed, 3, 0, None)
     with pytest.raises(ValueError, match="grad: expected"):
-        bindings.masked_linear_backward(random(4, 4), x, weight, weight, seed, 2, 1.0, [True] * 3, 0)
+        bindings.masked_linear_backward(random(4, 4), x, weight, weight, seed, 2, 1.0, [True] * 3, 0, None)
     with pytest.raises(ValueError, match="tau: expected a number > 0"):
-        bindings.masked_linear_backward(random(4, 5), x, weight, weight, seed, 2, 0.0, [True] * 3, 0)
+        bindings.masked_linear_backward(random(4, 5), x, weight, weight, seed, 2, 0.0, [True] * 3, 0, None)
 
 
 BOUND_MFNNR = [

@@ -27,6 +27,7 @@ def native() -> bool:
 def one_row_limit() -> Iterator[None]:
     """The same for all weights, so that small ones go both ways."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MASKED_LINEAR, "FEW_ROWS", 0)  # tests may set lower limits
         patch.setattr(MASKED_LINEAR, "row_limit", lambda weight, triton: 256 if native() else None)
         yield
 
