@@ -57,6 +57,7 @@ except ImportError:
 ROOT = Path(__file__).parent.resolve()
 BUILD = ROOT / "build"
 STAMP_HEADER = BUILD / "fastmod_stamp.h"
+KERNELS_HEADER = BUILD / "fastmod_kernels.h"
 CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
 if sys.platform == "linux":
     # ATen's parallel_for lives in a header and is serial without it; the runtime is the one that torch has loaded.
@@ -115,12 +116,20 @@ def write_stamp(stamp: dict[str, str]) -> None:
     write_if_changed(STAMP_HEADER, f"#define FASTMOD_STAMP {json.dumps(json.dumps(stamp))}\n")
 
 
+def write_kernels() -> None:
+    """The CPU kernels of every op, for the files that compile them once per instruction set."""
+    headers = sorted(path.name for path in ROOT.glob("csrc/cpu/*_kernel.h"))
+    write_if_changed(KERNELS_HEADER, "".join(f'#include "cpu/{name}"\n' for name in headers))
+
+
 def extension(with_cuda: bool) -> CppExtension:
     sources = sorted(str(p.relative_to(ROOT)) for folder in ("csrc", "csrc/cpu") for p in ROOT.glob(f"{folder}/*.cpp"))
     arguments: dict[str, object] = {
         "include_dirs": [str(ROOT / "csrc"), str(BUILD)],
         # The stamp too, which holds the flags: other flags are a reason to build again.
-        "depends": [str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("csrc/**/*.*h")), STAMP_HEADER)],
+        "depends": [
+            str(p.relative_to(ROOT)) for p in (*sorted(ROOT.glob("csrc/**/*.*h")), STAMP_HEADER, KERNELS_HEADER)
+        ],
         "extra_link_args": LINK_FLAGS,
     }
     if not with_cuda:
@@ -157,6 +166,7 @@ if EXTENSION:
     WITH_CUDA, REASON = cuda_decision()
     print(f"fastmod: building for {'CPU and CUDA' if WITH_CUDA else 'the CPU only'}: {REASON}", file=sys.stderr)
     write_stamp(build_stamp(WITH_CUDA))
+    write_kernels()
     setuptools.setup(packages=PACKAGES, ext_modules=[extension(WITH_CUDA)], cmdclass={"build_ext": Build})
 else:
     print("fastmod: building without the extension: FASTMOD_EXTENSION=0", file=sys.stderr)

@@ -7,8 +7,12 @@
 PYBIND11_MODULE(_C, m) {
   m.def("stamp", [] { return pybind11::module_::import("json").attr("loads")(FASTMOD_STAMP); },
         "What this module was built with.");
-  m.def("cpu_isa", [] { return fastmod::cpu::kernels().isa; }, "Instruction set of the CPU kernels in force.");
-  m.def("best_cpu_isa", [] { return fastmod::cpu::best_isa(); }, "Best instruction set that this machine runs.");
+  m.def(
+      "cpu_isa", [] { return fastmod::cpu::name_of(fastmod::cpu::isa()); },
+      "Instruction set of the CPU kernels in force.");
+  m.def(
+      "best_cpu_isa", [] { return fastmod::cpu::name_of(fastmod::cpu::best_isa()); },
+      "Best instruction set that this machine runs.");
   m.def(
       "set_cpu_isa",
       [](const char* isa) {

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "cpu/host.h"
+#include "cpu/adam_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -114,7 +115,7 @@ bool adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
     for_each_piece(params, pieces, 0.3, [&](int64_t i, auto zero) {
       using T = decltype(zero);
       const auto [t, first, length] = pieces[i];
-      parts[i] = table<T>(kernels()).square_sum(slopes[t].const_data_ptr<T>() + first, length);
+      parts[i] = kernels<AdamKernels<T>>().square_sum(slopes[t].const_data_ptr<T>() + first, length);
     });
     scale = clipping_scale(sum_in_order(parts), max_norm);
   }
@@ -138,9 +139,9 @@ bool adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
   for_each_piece(params, pieces, 3, [&](int64_t i, auto zero) {
     using T = decltype(zero);
     const auto [t, first, length] = pieces[i];
-    table<T>(kernels()).adam_update(args[t], length, slopes[t].const_data_ptr<T>() + first,
-                                    params[t].data_ptr<T>() + first, means[t].data_ptr<T>() + first,
-                                    squares[t].data_ptr<T>() + first);
+    kernels<AdamKernels<T>>().update(args[t], length, slopes[t].const_data_ptr<T>() + first,
+                                     params[t].data_ptr<T>() + first, means[t].data_ptr<T>() + first,
+                                     squares[t].data_ptr<T>() + first);
   });
   for (const TensorList& changed : {params, means, squares, steps})
     for (const Tensor& tensor : changed) tensor.unsafeGetTensorImpl()->bump_version();  // autograd sees the change

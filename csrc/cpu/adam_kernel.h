@@ -1,4 +1,30 @@
-// Adam's update and the squared norm for its clipping. Included once per ISA by instantiate.h.
+// Adam's update and the squared norm for its clipping.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+struct AdamArgs {
+  double grad_scale, beta1, beta2;
+  double step_size, root_scale;  // lr and 1, each with its bias correction
+  double epsilon;
+  bool large;  // too much for the caches
+};
+
+template <typename T>
+struct AdamKernels {
+  double (*square_sum)(const T* values, int64_t count);
+  void (*update)(const AdamArgs&, int64_t count, const T* grad, T* param, T* mean, T* square);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 FASTMOD_INLINE Vec<float> square_root(Vec<float> v) {
 #if FASTMOD_VECTOR_BYTES == 64
@@ -78,3 +104,9 @@ void adam_update(const AdamArgs& a, int64_t count, const T* grad, T* param, T* m
   else
     adam_loop<T, false>(a, count, grad, param, mean, square);
 }
+
+FASTMOD_KERNELS(AdamKernels, .square_sum = square_sum<T>, .update = adam_update<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#endif

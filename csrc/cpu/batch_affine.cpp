@@ -2,6 +2,7 @@
 #include <ATen/Functions.h>
 
 #include "cpu/host.h"
+#include "cpu/batch_affine.h"
 
 namespace fastmod::cpu {
 namespace {

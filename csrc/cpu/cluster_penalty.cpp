@@ -2,6 +2,7 @@
 #include <ATen/Functions.h>
 
 #include "cpu/host.h"
+#include "cpu/cluster_penalty_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -21,11 +22,11 @@ Tensor cluster_penalty_forward(const Tensor& bank) {
   with_compute_type(b, [&](auto zero) {
     using T = decltype(zero);
     const T* data = b.const_data_ptr<T>();
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<ClusterPenaltyKernels<T>>();
     for_each<T>(parts, entries * share / 16.0, 0, b, [&](int64_t part, T*) {
       const int64_t end = std::min(size, (part + 1) * share);
       for (int64_t at = part * share; at < end; at += kColumns)
-        kernel.cluster_penalty_forward(data + at, templates, size, std::min(kColumns, end - at), &sums[part * entries]);
+        kernel.forward(data + at, templates, size, std::min(kColumns, end - at), &sums[part * entries]);
     });
   });
   const Tensor out = at::zeros({templates, templates}, b.options().dtype(at::kDouble));
@@ -55,11 +56,10 @@ Tensor cluster_penalty_backward(const Tensor& grad, const Tensor& bank) {
         weights[i * templates + j] = static_cast<T>(2 * (from[i * templates + j] + from[j * templates + i]));
     const T* data = b.const_data_ptr<T>();
     T* to = out.data_ptr<T>();
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<ClusterPenaltyKernels<T>>();
     for_each<T>((size + kColumns - 1) / kColumns, templates * templates * kColumns / 8.0, 0, b, [&](int64_t i, T*) {
       const int64_t at = i * kColumns;
-      kernel.cluster_penalty_backward(data + at, weights.data(), templates, size, std::min(kColumns, size - at),
-                                      to + at);
+      kernel.backward(data + at, weights.data(), templates, size, std::min(kColumns, size - at), to + at);
     });
   });
   return in_type(out, bank.scalar_type());

@@ -1,5 +1,24 @@
-// Squared distances of templates, by differences: norms minus products would lose those of near templates. Included once
-// per ISA by instantiate.h.
+// Squared distances of templates, by differences: norms minus products would lose those of near templates.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+template <typename T>
+struct ClusterPenaltyKernels {
+  // Some columns of a bank [templates, size]: `bank` and `out` point at the first of them.
+  void (*forward)(const T* bank, int64_t templates, int64_t size, int64_t columns, double* sums);
+  void (*backward)(const T* bank, const T* weights, int64_t templates, int64_t size, int64_t columns, T* out);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 template <typename T, int kRows, int kColumns>
 FASTMOD_INLINE void distance_block(const T* a, const T* b, int64_t size, int64_t columns, double* sums,
@@ -68,3 +87,9 @@ void cluster_penalty_backward(const T* bank, const T* weights, int64_t templates
   for (; row + 4 <= templates; row += 4) pull_block<T, 4>(bank, weights, templates, size, columns, row, out);
   for (; row < templates; ++row) pull_block<T, 1>(bank, weights, templates, size, columns, row, out);
 }
+
+FASTMOD_KERNELS(ClusterPenaltyKernels, .forward = cluster_penalty_forward<T>, .backward = cluster_penalty_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#endif

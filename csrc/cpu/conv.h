@@ -1,4 +1,9 @@
-// Products of image rows and weights, the innermost loops of convolutions. Included once per ISA by instantiate.h.
+// Products of image rows and weights, the innermost loops of convolutions.
+#pragma once
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 // What a block of pixels reads: `length` values from `offset` on (relative to its first pixel), each times a row of
 // weights [length, columns].
@@ -244,3 +249,5 @@ void conv_grad_run(int64_t length, int64_t channels, int64_t columns, int64_t hi
     repeat.soon = {};
   }
 }
+
+}  // namespace fastmod::cpu::FASTMOD_ISA

@@ -1,5 +1,7 @@
 // Convolutions one after the other, in inference, for torch; the work is in conv_chain_kernel.h.
 #include "cpu/images.h"
+#include "cpu/conv_chain_kernel.h"
+#include "cpu/norm_conv_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -97,7 +99,8 @@ Tensor conv_chain(const Tensor& x_, at::TensorList weights, const OptionalList& 
   if (batch == 0) return in_type(y, x_.scalar_type());
   with_compute_type(x_, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<ConvChainKernels<T>>();
+    const int64_t lanes = kernels<VectorKernels<T>>().lanes;
     std::vector<Tensor> kept;  // alive as long as args point into them
     const auto keep = [&](const Tensor& tensor) { return kept.emplace_back(tensor).template const_data_ptr<T>(); };
     ConvChainArgs<T> args{};
@@ -126,7 +129,7 @@ Tensor conv_chain(const Tensor& x_, at::TensorList weights, const OptionalList& 
       layer.cout = weight.size(1);
       layer.kernel = weight.size(3);
       layer.stride = forms.stride(i);
-      layer.columns = (layer.cout + kernel.lanes - 1) / kernel.lanes * kernel.lanes;
+      layer.columns = (layer.cout + lanes - 1) / lanes * lanes;
       layer.relu = forms.relu(i);
       layer.source = forms.source(i);
       layer.residual = forms.residual(i);
@@ -141,13 +144,13 @@ Tensor conv_chain(const Tensor& x_, at::TensorList weights, const OptionalList& 
       layers.push_back(layer);
       bytes += layer.taps() * matrix * int64_t(sizeof(T));
       cycles += double(frames[i + 1].high) * frames[i + 1].wide * (layer.kernel * layer.kernel * layer.cin + 8) *
-                layer.columns / kernel.lanes * experts;
+                layer.columns / lanes * experts;
     }
     args.layers = layers.data();
     const int64_t fit = kFrameBytes / (args.frames_size * int64_t(sizeof(T)));
     args.images = bytes > kWeightBytes ? std::clamp<int64_t>(fit, 1, kMostImages) : 1;
-    for_each<T>((batch + args.images - 1) / args.images, cycles * args.images, kernel.conv_chain_scratch(args), x_,
-                [&](int64_t group, T* scratch) { kernel.conv_chain(args, group, scratch); });
+    for_each<T>((batch + args.images - 1) / args.images, cycles * args.images, kernel.scratch(args), x_,
+                [&](int64_t group, T* scratch) { kernel.forward(args, group, scratch); });
   });
   return in_type(y, x_.scalar_type());
 }

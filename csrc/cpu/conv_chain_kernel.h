@@ -1,6 +1,55 @@
 // Convolutions one after the other, in inference: batch norm is in weights and biases, so that an image passes through
 // all of them at once and nothing but the last result leaves the cache. A convolution writes its result, with bias,
-// residual and ReLU, where the next one reads it. Included once per ISA by instantiate.h.
+// residual and ReLU, where the next one reads it.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+// Convolutions of an image one after the other, in inference. Value 0 is x, value i the result of layer i - 1.
+template <typename T>
+struct ChainLayer {
+  int64_t cin, cout, kernel, stride, columns;
+  bool relu, winograd;
+  int64_t source, residual;  // values; residual: added before the ReLU, none if negative
+  const T *weight, *bias;    // packed as for norm_conv; [E, cout] or null
+  FASTMOD_INLINE int64_t taps() const { return winograd ? 16 : kernel * kernel; }
+};
+// Where a value [high, wide, channels] lies in the scratch of an image: in a frame of zeros, of one row or column
+// before and two after it.
+struct ChainFrame {
+  int64_t channels, high, wide, at;
+  FASTMOD_INLINE int64_t line() const { return (wide + 3) * channels; }
+  FASTMOD_INLINE int64_t size() const { return (high + 3) * line(); }
+};
+template <typename T>
+struct ConvChainArgs {
+  int64_t batch, experts, count, images;  // layers; images that pass each layer together, as they share its weights
+  bool shared;                            // x has no experts
+  const T* x;
+  int64_t x_image, x_expert, x_channel, x_row, x_pixel;  // strides
+  const ChainLayer<T>* layers;
+  const ChainFrame* frames;  // count + 1
+  int64_t frames_size;       // of the scratch of an image
+  int64_t tile_channels;     // the most of a layer that goes Winograd's way
+  const T* gate;             // [B, E] or null
+  T* y;                      // [B, E, H, W, C], with a gate [B, H, W, C]
+};
+
+template <typename T>
+struct ConvChainKernels {
+  int64_t (*scratch)(const ConvChainArgs<T>&);
+  void (*forward)(const ConvChainArgs<T>&, int64_t group, T* scratch);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/norm_conv_kernel.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 template <typename T>
 int64_t conv_chain_scratch(const ConvChainArgs<T>& args) {
@@ -112,3 +161,9 @@ void conv_chain(const ConvChainArgs<T>& args, int64_t group, T* scratch) {
       }
   }
 }
+
+FASTMOD_KERNELS(ConvChainKernels, .scratch = conv_chain_scratch<T>, .forward = conv_chain<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#endif

@@ -1,5 +1,6 @@
 
 #include "cpu/host.h"
+#include "cpu/gated_residual_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -22,11 +23,10 @@ Tensor gated_residual_forward(const Tensor& x, const Tensor& fresh, const Tensor
   const Tensor xr = readable(x, low), f = readable(fresh, low), g = readable(gate, low);
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<GatedResidualKernels<T>>();
     GatedResidualArgs<T> args{x.size(-1), xr.const_data_ptr<T>(), f.const_data_ptr<T>(), g.const_data_ptr<T>(),
                               nullptr,    out.data_ptr<T>()};
-    over_rows<T>(gate.numel(), args.d, x,
-                 [&](int64_t begin, int64_t end) { kernel.gated_residual_forward(args, begin, end); });
+    over_rows<T>(gate.numel(), args.d, x, [&](int64_t begin, int64_t end) { kernel.forward(args, begin, end); });
   });
   return in_type(out, low.value_or(x.scalar_type()));
 }
@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor, Tensor> gated_residual_backward(const Tensor& grad, c
   const Tensor gr = readable(grad), xr = readable(x, low), f = readable(fresh, low), g = readable(gate, low);
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<GatedResidualKernels<T>>();
     GatedResidualArgs<T> args{x.size(-1),
                               xr.const_data_ptr<T>(),
                               f.const_data_ptr<T>(),
@@ -51,8 +51,7 @@ std::tuple<Tensor, Tensor, Tensor> gated_residual_backward(const Tensor& grad, c
                               grad_x.data_ptr<T>(),
                               grad_fresh.data_ptr<T>(),
                               grad_gate.data_ptr<T>()};
-    over_rows<T>(gate.numel(), args.d, x,
-                 [&](int64_t begin, int64_t end) { kernel.gated_residual_backward(args, begin, end); });
+    over_rows<T>(gate.numel(), args.d, x, [&](int64_t begin, int64_t end) { kernel.backward(args, begin, end); });
   });
   return {in_type(grad_x, x.scalar_type()), in_type(grad_fresh, fresh.scalar_type()),
           in_type(grad_gate, gate.scalar_type())};

@@ -1,4 +1,32 @@
-// Gated rewriting of rows [R, D], one gate logit per row. Included once per ISA by instantiate.h.
+// Gated rewriting of rows [R, D], one gate logit per row.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+template <typename T>
+struct GatedResidualArgs {
+  int64_t d;
+  const T *x, *fresh, *gate;  // [R, D], [R, D], [R]
+  const T* grad;              // [R, D], backward only
+  T* out;                     // [R, D], forward only
+  T *grad_x, *grad_fresh, *grad_gate;
+};
+
+template <typename T>
+struct GatedResidualKernels {
+  void (*forward)(const GatedResidualArgs<T>&, int64_t begin, int64_t end);
+  void (*backward)(const GatedResidualArgs<T>&, int64_t begin, int64_t end);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 constexpr int64_t kGateChunk = 256;
 constexpr int64_t kGateTerms = 128;
@@ -49,3 +77,27 @@ void gated_residual_backward(const GatedResidualArgs<T>& args, int64_t begin, in
     }
   }
 }
+
+FASTMOD_KERNELS(GatedResidualKernels, .forward = gated_residual_forward<T>, .backward = gated_residual_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+inline void check_gated_residual(const at::Tensor& x, const at::Tensor& fresh, const at::Tensor& gate,
+                                 const LowType& low) {
+  check_float(x, "x");
+  check_mixed(x, fresh, low, "new");
+  check_mixed(x, gate, low, "gate");
+  TORCH_CHECK_VALUE(x.dim() >= 2 && x.sizes() == fresh.sizes() && gate.sizes() == x.sizes().slice(0, x.dim() - 1),
+                    "expected x and new [..., N, D] and gate [..., N], got ", x.sizes(), ", ", fresh.sizes(), " and ",
+                    gate.sizes());
+}
+
+}  // namespace fastmod
+
+#endif

@@ -1,4 +1,9 @@
-// Matrix products with one operand in vectors and the other broadcast. Included once per ISA by instantiate.h.
+// Matrix products with one operand in vectors and the other broadcast.
+#pragma once
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 // A(i, k) by strides: an nn.Linear weight is read as it is (forward) or transposed (backward) without packing.
 template <typename T>
@@ -230,3 +235,5 @@ void dots(int64_t m, int64_t n, int64_t depth, const T* a, int64_t a_stride, con
     dot_rows<T, kRows>(n, depth, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride);
   for (; i < m; ++i) dot_rows<T, 1>(n, depth, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride);
 }
+
+}  // namespace fastmod::cpu::FASTMOD_ISA

@@ -9,13 +9,16 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "checks.h"
 #include "cpu/kernels.h"
-#include "ops.h"
 
 namespace fastmod::cpu {
+
+using OptionalTensor = std::optional<at::Tensor>;
 
 inline at::ScalarType compute_type(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

@@ -5,6 +5,8 @@
 #include <ATen/ops/empty_strided_cpu_dispatch.h>
 
 #include "cpu/host.h"
+#include "cpu/vec.h"
+#include "cpu/winograd.h"
 
 namespace fastmod::cpu {
 
@@ -85,8 +87,8 @@ template <typename T>
 at::Tensor winograd_taps(const at::Tensor& taps, int64_t experts, int64_t matrix) {
   const at::Tensor out = empty_wide({experts * 16 * matrix}, taps);
   for (int64_t e = 0; e < experts; ++e)
-    table<T>(kernels()).winograd_weights(taps.const_data_ptr<T>() + e * 9 * matrix, matrix,
-                                         out.data_ptr<T>() + e * 16 * matrix);
+    kernels<WinogradKernels<T>>().weights(taps.const_data_ptr<T>() + e * 9 * matrix, matrix,
+                                          out.data_ptr<T>() + e * 16 * matrix);
   return out;
 }
 

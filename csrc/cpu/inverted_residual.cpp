@@ -1,6 +1,7 @@
 // An inverted residual block in training, for torch: passes over the images (inverted_residual_kernel.h), and between them
 // what is small: statistics, squeeze-excite, the gradients of batch norms.
 #include "cpu/small_layers.h"
+#include "cpu/inverted_residual_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -28,7 +29,7 @@ struct Problem {
   Problem(const Tensor& x_, at::TensorList params, double eps)
       : at(params.size()), x(channels_last(x_)), first(params[1], params[2], values(x_), eps),
         inner(params[4], params[5], values(x_), eps), last(params[at.project + 1], params[at.project + 2], values(x_), eps) {
-    const int64_t lanes = table<T>(kernels()).lanes;
+    const int64_t lanes = kernels<VectorKernels<T>>().lanes;
     args.batch = x_.size(0);
     args.tasks = x_.size(1);
     args.channels = x_.size(2);
@@ -69,16 +70,16 @@ struct Problem {
                     .template const_data_ptr<T>();
   }
   double product_cycles() const {
-    return double(args.pixels()) * (args.channels + 16) * args.columns / table<T>(kernels()).lanes;
+    return double(args.pixels()) * (args.channels + 16) * args.columns / kernels<VectorKernels<T>>().lanes;
   }
   template <typename Body>
   void images(double cycles, const Body& body) {  // body(image, task, scratch)
-    for_each<T>(args.batch * args.tasks, cycles, table<T>(kernels()).inverted_residual_scratch(args), x,
+    for_each<T>(args.batch * args.tasks, cycles, kernels<InvertedResidualKernels<T>>().scratch(args), x,
                 [&](int64_t unit, T* scratch) { body(unit % args.batch, unit / args.batch, scratch); });
   }
   template <typename Body>
   void in_parts(double cycles, const Body& body) {  // body(part, begin, end, task, scratch)
-    for_each<T>(parts * args.tasks, cycles * args.batch / parts, table<T>(kernels()).inverted_residual_scratch(args), x,
+    for_each<T>(parts * args.tasks, cycles * args.batch / parts, kernels<InvertedResidualKernels<T>>().scratch(args), x,
                 [&](int64_t unit, T* scratch) {
                   const int64_t part = unit % parts;
                   body(part, part * args.batch / parts, (part + 1) * args.batch / parts, unit / parts, scratch);
@@ -122,7 +123,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> inverted_residual_forward(const 
     using T = decltype(zero);
     Problem<T> problem(x, params, eps);
     auto& args = problem.args;
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<InvertedResidualKernels<T>>();
     const int64_t batch = args.batch, tasks = args.tasks, channels = args.channels, expanded = args.expanded;
     const Places at = problem.at;
     const Tensor y = empty_images(x.sizes(), x);
@@ -149,12 +150,10 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> inverted_residual_forward(const 
       T* known = moments.data_ptr<T>();
       const Tensor middle = problem.keep(empty_wide({2, tasks, channels}, x));
       args.middle = middle.const_data_ptr<T>();
-      problem.images(2.0 * count * channels, [&](int64_t image, int64_t task, T*) {
-        kernel.inverted_residual_mean(args, image, task);
-      });
+      problem.images(2.0 * count * channels, [&](int64_t image, int64_t task, T*) { kernel.mean(args, image, task); });
       combine_stats<T>(args.unit_mean, args.unit_square, batch, tasks * channels, count, middle.data_ptr<T>(),
                        middle.data_ptr<T>() + tasks * channels);
-      problem.in_parts(problem.product_cycles() / 4, [&](auto... unit) { kernel.inverted_residual_covariance(args, unit...); });
+      problem.in_parts(problem.product_cycles() / 4, [&](auto... unit) { kernel.covariance(args, unit...); });
       problem.add_parts(args.covariance, tasks * channels * args.narrow_columns);
       for (int64_t t = 0; t < tasks; ++t, known += (1 + channels) * channels) {
         std::copy(args.middle + t * channels, args.middle + (t + 1) * channels, known);
@@ -168,15 +167,13 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> inverted_residual_forward(const 
       problem.inner.var.zero_();
       problem.last.var.zero_();
       problem.set_norms(params);  // the scale of the first; the others follow
-      problem.images(2 * problem.product_cycles(), [&](auto... unit) { kernel.inverted_residual_expand(args, unit...); });
+      problem.images(2 * problem.product_cycles(), [&](auto... unit) { kernel.expand(args, unit...); });
       combine_stats<T>(args.unit_mean, args.unit_square, batch, tasks * expanded, count,
                        problem.inner.mean.template data_ptr<T>(), problem.inner.var.template data_ptr<T>());
       problem.inner.set_scale();
       if (at.gated) {
         args.pool = saved[3].template data_ptr<T>();
-        problem.images(count * expanded / 2, [&](int64_t image, int64_t task, T*) {
-          kernel.inverted_residual_pool(args, image, task);
-        });
+        problem.images(count * expanded / 2, [&](int64_t image, int64_t task, T*) { kernel.pool(args, image, task); });
         auto [squeezed, active] = squeeze->forward(args.pool);
         active.relu_();
         auto [excited, gate] = excite->forward(active.template const_data_ptr<T>());
@@ -187,13 +184,11 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> inverted_residual_forward(const 
       args.project = problem.keep(padded<T>(readable(params[at.project]).reshape({tasks, channels, expanded}), channels,
                                             expanded, args.narrow_columns, true, nullptr))
                          .template const_data_ptr<T>();
-      problem.images(problem.product_cycles(), [&](auto... unit) { kernel.inverted_residual_project(args, unit...); });
+      problem.images(problem.product_cycles(), [&](auto... unit) { kernel.project(args, unit...); });
       combine_stats<T>(args.unit_mean, args.unit_square, batch, tasks * channels, count,
                        problem.last.mean.template data_ptr<T>(), problem.last.var.template data_ptr<T>());
       problem.last.set_scale();
-      problem.images(count * channels, [&](int64_t image, int64_t task, T*) {
-        kernel.inverted_residual_sum(args, image, task);
-      });
+      problem.images(count * channels, [&](int64_t image, int64_t task, T*) { kernel.sum(args, image, task); });
     } else {
       for (Norm<T>* norm : norms) norm->mean.zero_(), norm->var.zero_();
       moments.zero_();
@@ -236,7 +231,7 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
     }
     Problem<T> problem(x, params, eps);
     auto& args = problem.args;
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<InvertedResidualKernels<T>>();
     const int64_t batch = args.batch, tasks = args.tasks, channels = args.channels, expanded = args.expanded;
     const Places at = problem.at;
     const double count = double(batch) * args.pixels();
@@ -278,9 +273,8 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
     // The last batch norm.
     args.unit_mean = problem.fresh({batch, tasks, channels});
     args.unit_square = problem.fresh({batch, tasks, channels});
-    problem.images(2.0 * args.pixels() * channels, [&](int64_t image, int64_t task, T*) {
-      kernel.inverted_residual_grad_sums(args, image, task);
-    });
+    problem.images(2.0 * args.pixels() * channels,
+                   [&](int64_t image, int64_t task, T*) { kernel.grad_sums(args, image, task); });
     T* factors = problem.fresh({tasks, 3, channels});
     for (int64_t t = 0; t < tasks; ++t) {
       const auto sums = batch_sums(args.unit_mean + t * channels, batch, tasks * channels, channels);
@@ -298,7 +292,7 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
     args.grad_project = problem.fresh({problem.parts, tasks, matrix});
     const Tensor inner_sums = problem.keep(empty_wide({3, tasks, batch, expanded}, x));
     args.inner_sums = inner_sums.template data_ptr<T>();
-    problem.in_parts(3 * problem.product_cycles(), [&](auto... unit) { kernel.inverted_residual_project_grad(args, unit...); });
+    problem.in_parts(3 * problem.product_cycles(), [&](auto... unit) { kernel.project_grad(args, unit...); });
     problem.add_parts(args.grad_project, tasks * matrix);
     for (int64_t line = 0; line < tasks * channels; ++line)
       std::copy(args.grad_project + line * args.columns, args.grad_project + line * args.columns + expanded,
@@ -350,7 +344,7 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
     args.grad_taps = problem.fresh({problem.parts, tasks, 9, args.columns});
     args.expand_sums = problem.fresh({batch, tasks, expanded});
     args.grad_x = need_x ? result[0].template data_ptr<T>() : nullptr;
-    problem.in_parts(6 * problem.product_cycles(), [&](auto... unit) { kernel.inverted_residual_expand_grad(args, unit...); });
+    problem.in_parts(6 * problem.product_cycles(), [&](auto... unit) { kernel.expand_grad(args, unit...); });
     problem.add_parts(args.grad_expand, tasks * matrix);
     problem.add_parts(args.grad_taps, tasks * 9 * args.columns);
     T *input_factors = problem.fresh({tasks, channels, args.narrow_columns}), *input_shift = problem.fresh({tasks, channels});
@@ -392,8 +386,7 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
     }
     args.input_factors = input_factors;
     args.input_shift = input_shift;
-    if (need_x)
-      problem.images(problem.product_cycles() / 4, [&](auto... unit) { kernel.inverted_residual_input_grad(args, unit...); });
+    if (need_x) problem.images(problem.product_cycles() / 4, [&](auto... unit) { kernel.input_grad(args, unit...); });
   });
   for (size_t i = 0; i < params.size(); ++i) result[1 + i] = in_type(result[1 + i], params[i].scalar_type());
   result[0] = in_type(result[0], x.scalar_type());

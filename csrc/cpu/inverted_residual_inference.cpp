@@ -1,5 +1,6 @@
 // An inverted residual block with given statistics, for torch; the work is in inverted_residual_inference_kernel.h.
 #include "cpu/small_layers.h"
+#include "cpu/inverted_residual_inference_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -40,11 +41,12 @@ Tensor inverted_residual_inference(const Tensor& x_, at::TensorList params, at::
   check_inverted_residual_stats(x_, params, stats);
   return with_compute_type(x_, [&](auto zero) -> Tensor {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<InvertedResidualInferenceKernels<T>>();
+    const int64_t lanes = kernels<VectorKernels<T>>().lanes;
     const Tensor x = channels_last(x_), y = empty_images(x_.sizes(), x_);
     const bool gated = params.size() == 15;
     const size_t last = params.size() - 3;
-    const auto columns = [&](int64_t count) { return (count + kernel.lanes - 1) / kernel.lanes * kernel.lanes; };
+    const auto columns = [&](int64_t count) { return (count + lanes - 1) / lanes * lanes; };
     Kept<T> keep;
     InvertedResidualArgs<T> args{};
     args.batch = x_.size(0);
@@ -75,10 +77,9 @@ Tensor inverted_residual_inference(const Tensor& x_, at::TensorList params, at::
       folded(params, stats, 6, eps, keep, args.squeeze_scale, args.squeeze_bias);
       folded(params, stats, 9, eps, keep, args.excite_scale, args.excite_bias);
     }
-    const double cycles = 3.0 * args.pixels() * (args.channels + 16) * args.columns / kernel.lanes;
-    for_each<T>(args.batch * args.tasks, cycles, kernel.inverted_residual_scratch(args), x, [&](int64_t unit, T* scratch) {
-      kernel.inverted_residual_inference(args, unit / args.tasks, unit % args.tasks, scratch);
-    });
+    const double cycles = 3.0 * args.pixels() * (args.channels + 16) * args.columns / lanes;
+    for_each<T>(args.batch * args.tasks, cycles, kernels<InvertedResidualKernels<T>>().scratch(args), x,
+                [&](int64_t unit, T* scratch) { kernel.forward(args, unit / args.tasks, unit % args.tasks, scratch); });
     return in_type(y, x_.scalar_type());
   });
 }

@@ -1,5 +1,21 @@
 // An inverted residual block with given statistics: every batch norm is a scale and a bias, so that an image passes through
-// the whole block at once and no expanded tensor leaves the cache. Included once per ISA by instantiate.h.
+// the whole block at once and no expanded tensor leaves the cache.
+#pragma once
+
+#include "cpu/inverted_residual_kernel.h"
+
+namespace fastmod::cpu {
+
+template <typename T>
+struct InvertedResidualInferenceKernels {
+  void (*forward)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 // values = act(scale * values + bias)
 template <typename T, typename Act>
@@ -77,3 +93,9 @@ void inverted_residual_inference(const InvertedResidualArgs<T>& args, int64_t im
       store_lanes(y + p, load_lanes(x + p, left) + (scale * load_lanes(y + p, left) + bias), left);
   });
 }
+
+FASTMOD_KERNELS(InvertedResidualInferenceKernels, .forward = inverted_residual_inference<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#endif

@@ -1,8 +1,79 @@
-// The passes of an inverted residual block in training, of images [P, C] with M expanded channels. Included once per ISA
-// by instantiate.h; inverted_residual.cpp calls them in turn.
+// The passes of an inverted residual block in training, of images [P, C] with M expanded channels.
 //
 // Of the expanded tensors only the output of the depthwise convolution ever reaches memory. What comes before it is
 // computed again in the backward from the narrow input: kExpanded channels of an image at a time stay in L1.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+// An inverted residual block, of images [B, T, H * W, C] with M expanded channels. Scales are those of the
+// batch norms, weight / sqrt(var + eps).
+template <typename T>
+struct InvertedResidualArgs {
+  int64_t batch, tasks, channels, expanded, high, wide;
+  int64_t narrow_columns, columns;  // of packed weights: C and M, up to whole vectors
+  FASTMOD_INLINE int64_t pixels() const { return high * wide; }
+  const T* x;
+  const T* middle;                            // [T, C], the mean of x
+  T* covariance;                              // [parts, T, C, narrow_columns]
+  const T *expand, *expand_scale, *expand_bias;  // [T, C, columns], [T, M], [T, M]
+  const T* taps;                              // [T, 9, columns]
+  T* inner;                                   // [B, T, H * W, M], the output of the depthwise convolution
+  const T *inner_scale, *inner_mean, *inner_bias;  // [T, M]
+  T* pool;                                    // [3, T, B, M]
+  const T* gate;                              // [T, B, M] or null
+  const T* project;                           // [T, M, narrow_columns]
+  T* projected;                               // [B, T, H * W, C]
+  const T *scale, *mean, *bias;               // [T, C]
+  T *unit_mean, *unit_square;                 // of every image: [B, T, channels]
+  T* y;
+  // inference only: squeeze-excite, or null
+  int64_t squeezed, squeeze_columns;
+  const T *squeeze, *squeeze_scale, *squeeze_bias;  // [T, M, squeeze_columns], [T, R], [T, R]
+  const T *excite, *excite_scale, *excite_bias;     // [T, R, columns], [T, M], [T, M]
+  // backward only
+  const T* grad;
+  const T *grad_factors, *inner_factors;      // [T, 3, C], [T, 3, M]: of batch norms' gradients
+  const T* project_grad_weight;               // [T, C, columns]
+  T* grad_project;                            // [parts, T, C, columns]
+  T* inner_sums;                              // [3, T, B, M]
+  const T* pool_grad;                         // [T, B, M], a pixel's share, or null
+  T *grad_expand, *grad_taps;                 // [parts, T, C, columns], [parts, T, 9, columns]
+  T* expand_sums;                             // [B, T, M]
+  const T* expand_grad_weight;                // [T, M, narrow_columns] times the scale
+  T* grad_x;                                  // or null
+  const T *input_factors, *input_shift;       // [T, C, narrow_columns], [T, C]
+};
+
+template <typename T>
+struct InvertedResidualKernels {
+  int64_t (*scratch)(const InvertedResidualArgs<T>&);
+  void (*mean)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*covariance)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task, T* scratch);
+  void (*expand)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
+  void (*pool)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*project)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
+  void (*sum)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*grad_sums)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
+  void (*project_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task, T* scratch);
+  void (*expand_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task, T* scratch);
+  void (*input_grad)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
+  // out[rows, width] = source[rows, depth] weight[depth, columns]; sums[depth, columns] += source' grad[rows, width]
+  void (*multiply)(int64_t rows, int64_t depth, const T* source, const T* weight, int64_t columns, int64_t width, T* out);
+  void (*add_products)(int64_t rows, int64_t depth, const T* source, const T* grad, int64_t width, T* sums,
+                       int64_t columns);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/norm_conv_kernel.h"
+#include "cpu/norm_pool_kernel.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 constexpr int64_t kExpanded = 32;
 // Pixels whose products one sum holds: longer sums lose digits.
@@ -431,3 +502,102 @@ void inverted_residual_input_grad(const InvertedResidualArgs<T>& args, int64_t i
     }
   });
 }
+
+FASTMOD_KERNELS(InvertedResidualKernels, .scratch = inverted_residual_scratch<T>, .mean = inverted_residual_mean<T>,
+                .covariance = inverted_residual_covariance<T>, .expand = inverted_residual_expand<T>,
+                .pool = inverted_residual_pool<T>, .project = inverted_residual_project<T>,
+                .sum = inverted_residual_sum<T>, .grad_sums = inverted_residual_grad_sums<T>,
+                .project_grad = inverted_residual_project_grad<T>, .expand_grad = inverted_residual_expand_grad<T>,
+                .input_grad = inverted_residual_input_grad<T>, .multiply = multiply_rows<T>,
+                .add_products = add_row_products<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+// params: expand [T, M, C], depthwise [T, M, 3, 3], perhaps squeeze [T, R, M] and excite [T, M, R], project [T, C, M], each
+// followed by weight and bias of its batch norm.
+inline void check_inverted_residual(const at::Tensor& x, at::TensorList params, bool training = true) {
+  check_float(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 5 && x.size(1) > 0 && x.size(2) > 0 && x.size(3) > 0 && x.size(4) > 0,
+                    "x: expected [B, T, C, H, W], only B may be 0, got ", x.sizes());
+  TORCH_CHECK_VALUE(params.size() == 9 || params.size() == 15, "params: expected 9 tensors, or 15 with squeeze-excite, got ",
+                    params.size());
+  const bool wide = x.scalar_type() == at::kDouble;
+  for (const at::Tensor& param : params) {
+    check_float(param, "params");
+    TORCH_CHECK(param.device() == x.device(), "params: expected device ", x.device(), ", got ", param.device());
+    TORCH_CHECK_TYPE((param.scalar_type() == at::kDouble) == wide, "params: expected the precision of x, got ",
+                     param.scalar_type());
+    TORCH_CHECK_VALUE(param.dim() >= 2 && param.numel() > 0, "params: expected tensors [T, ...], got ", param.sizes());
+  }
+  const int64_t tasks = x.size(1), channels = x.size(2), expanded = params[0].size(1);
+  TORCH_CHECK_VALUE(!training || x.size(0) != 1, "x: expected more than 1 value per channel, got ", x.sizes());
+  const auto check = [&](size_t at, at::IntArrayRef sizes) {
+    int64_t count = 1;  // sizes of 1 stand where convolutions have them
+    for (const int64_t size : sizes) count *= size;
+    TORCH_CHECK_VALUE(params[at].dim() >= 3 && params[at].sizes().slice(0, 2) == sizes.slice(0, 2) &&
+                          params[at].numel() == count,
+                      "params[", at, "]: expected ", sizes, ", got ", params[at].sizes());
+    for (size_t i = at + 1; i < at + 3; ++i)
+      TORCH_CHECK_VALUE(params[i].sizes() == sizes.slice(0, 2), "params[", i, "]: expected ", sizes.slice(0, 2), ", got ",
+                        params[i].sizes());
+  };
+  check(0, {tasks, expanded, channels});
+  check(3, {tasks, expanded, 3, 3});
+  if (params.size() == 15) {
+    const int64_t squeezed = params[6].size(1);
+    check(6, {tasks, squeezed, expanded});
+    check(9, {tasks, expanded, squeezed});
+  }
+  check(params.size() - 3, {tasks, channels, expanded});
+}
+
+// stats: mean and variance [T, channels] of every batch norm.
+inline void check_inverted_residual_stats(const at::Tensor& x, at::TensorList params, at::TensorList stats) {
+  TORCH_CHECK_VALUE(3 * stats.size() == 2 * params.size(), "stats: expected ", 2 * params.size() / 3, " tensors, got ",
+                    stats.size());
+  const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  for (size_t i = 0; i < stats.size(); ++i) {
+    const at::IntArrayRef sizes = params[i / 2 * 3 + 1].sizes();
+    TORCH_CHECK_TYPE(stats[i].scalar_type() == type, "stats: expected ", type, ", got ", stats[i].scalar_type());
+    TORCH_CHECK(stats[i].device() == x.device(), "stats: expected device ", x.device(), ", got ", stats[i].device());
+    TORCH_CHECK_VALUE(stats[i].sizes() == sizes, "stats[", i, "]: expected ", sizes, ", got ", stats[i].sizes());
+  }
+}
+
+inline void check_inverted_residual_saved(const at::Tensor& x, at::TensorList params, const at::Tensor& stats,
+                                          at::TensorList saved) {
+  const bool gated = params.size() == 15;
+  const int64_t batch = x.size(0), tasks = x.size(1), channels = x.size(2), expanded = params[0].size(1);
+  const int64_t squeezed = gated ? params[6].size(1) : 0;
+  const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto check = [&](const at::Tensor& tensor, at::IntArrayRef sizes, const char* name) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == type, name, ": expected ", type, ", got ", tensor.scalar_type());
+    TORCH_CHECK_VALUE(tensor.sizes() == sizes, name, ": expected ", sizes, ", got ", tensor.sizes());
+  };
+  const int64_t norms = 2 * expanded + channels + (gated ? squeezed + expanded : 0);
+  check(stats, {3, tasks, norms}, "stats");
+  TORCH_CHECK_VALUE(stats.is_contiguous(), "stats: expected a contiguous tensor");
+  TORCH_CHECK_VALUE(saved.size() == (gated ? 8 : 3), "saved: expected ", gated ? 8 : 3, " tensors, got ", saved.size());
+  check(saved[0], {batch, tasks, expanded, x.size(3), x.size(4)}, "saved[0]");
+  check(saved[1], x.sizes(), "saved[1]");
+  check(saved[2], {tasks, 1 + channels, channels}, "saved[2]");
+  if (gated) {
+    check(saved[3], {3, tasks, batch, expanded}, "saved[3]");
+    check(saved[4], {tasks, batch, squeezed}, "saved[4]");
+    check(saved[5], {tasks, batch, expanded}, "saved[5]");
+    check(saved[6], {tasks, batch, expanded}, "saved[6]");
+    check(saved[7], {tasks, batch, squeezed}, "saved[7]");
+  }
+  for (size_t i = 2; i < saved.size(); ++i)
+    TORCH_CHECK_VALUE(saved[i].is_contiguous(), "saved[", i, "]: expected a contiguous tensor");
+}
+
+}  // namespace fastmod
+
+#endif

@@ -7,41 +7,44 @@
 namespace fastmod::cpu {
 namespace {
 
-const Kernels* supported(const char* isa) {
+constexpr Isa kBestFirst[] = {Isa::avx512, Isa::avx2, Isa::baseline};
+
+bool supported(Isa isa) {
 #if defined(__x86_64__)
-  if (!std::strcmp(isa, "avx512"))
+  if (isa == Isa::avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
-               ? &kernels_avx512
-               : nullptr;
-  if (!std::strcmp(isa, "avx2"))
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kernels_avx2 : nullptr;
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  if (isa == Isa::avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
-  return std::strcmp(isa, "baseline") ? nullptr : &kernels_baseline;
+  return isa == Isa::baseline;
 }
 
-const Kernels* best() {
-  for (const char* isa : {"avx512", "avx2"})
-    if (const Kernels* found = supported(isa)) return found;
-  return &kernels_baseline;
-}
-
-std::atomic<const Kernels*> active{nullptr};
+constexpr int kUndecided = -1;
+std::atomic<int> active{kUndecided};
 
 }  // namespace
 
-const Kernels& kernels() {
-  const Kernels* chosen = active.load(std::memory_order_relaxed);
-  if (!chosen) active.store(chosen = best(), std::memory_order_relaxed);
-  return *chosen;
+Isa isa() {
+  int chosen = active.load(std::memory_order_relaxed);
+  if (chosen == kUndecided) active.store(chosen = static_cast<int>(best_isa()), std::memory_order_relaxed);
+  return static_cast<Isa>(chosen);
 }
 
-const char* best_isa() { return best()->isa; }
+const char* name_of(Isa isa) { return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "baseline"; }
 
-bool set_isa(const char* isa) {
-  const Kernels* chosen = supported(isa);
-  if (chosen) active.store(chosen, std::memory_order_relaxed);
-  return chosen != nullptr;
+Isa best_isa() {
+  for (const Isa isa : kBestFirst)
+    if (supported(isa)) return isa;
+  return Isa::baseline;
+}
+
+bool set_isa(const char* name) {
+  for (const Isa isa : kBestFirst)
+    if (!std::strcmp(name, name_of(isa)) && supported(isa)) {
+      active.store(static_cast<int>(isa), std::memory_order_relaxed);
+      return true;
+    }
+  return false;
 }
 
 }  // namespace fastmod::cpu

@@ -3,8 +3,4 @@
 
 #define FASTMOD_ISA baseline
 #define FASTMOD_VECTOR_BYTES 16
-#include "cpu/instantiate.h"
-
-namespace fastmod::cpu {
-extern const Kernels kernels_baseline{"baseline", baseline::make_table<float>(), baseline::make_table<double>()};
-}
+#include "fastmod_kernels.h"  // written by setup.py: every *_kernel.h

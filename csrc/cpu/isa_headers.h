@@ -1,4 +1,5 @@
-// What the kernels use, included before any target is switched on.
+// What the kernels use. An isa_*.cpp file includes it before it switches its target on, so that standard inline
+// functions stay baseline code, then defines FASTMOD_ISA and FASTMOD_VECTOR_BYTES and includes every *_kernel.h.
 #pragma once
 
 #include <algorithm>

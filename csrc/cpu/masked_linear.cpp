@@ -2,6 +2,8 @@
 #include <ATen/Functions.h>
 
 #include "cpu/masks.h"
+#include "cpu/masked_linear_kernel.h"
+#include "cpu/vec.h"
 #include "philox.h"
 
 namespace fastmod::cpu {
@@ -32,7 +34,7 @@ Tensor transposed_tiles(const Tensor& x, const MaskedLinearArgs<T>& args) {
   for_each<T>(args.mask.samples * each, double(kTile) * args.in, 0, x, [&](int64_t index, T*) {
     const int64_t row = index % each * kTile, width = std::min(kTile, args.rows - row);
     const int64_t place = (index / each * args.rows + row) * args.in;
-    table<T>(kernels()).transpose(from + place, args.in, width, args.in, to + place, width);
+    kernels<VectorKernels<T>>().transpose(from + place, args.in, width, args.in, to + place, width);
   });
   return turned;
 }
@@ -58,15 +60,15 @@ Tensor masked_linear_forward(const Tensor& x, const Tensor& weight, const Tensor
   const Tensor added = biases ? readable(*biases, low) : Tensor();
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<MaskedLinearKernels<T>>();
     MaskedLinearArgs<T> args = linear_args<T>(xr, w, l, seed, samples, first, 1.0);
     const Tensor turned = transposed_tiles<T>(xr, args);
     args.tiles = turned.const_data_ptr<T>();
     args.bias = biases ? added.const_data_ptr<T>() : nullptr;
     args.result = out.data_ptr<T>();
     const double cycles = double(kMaskedRows) * args.in * samples * (1.5 + args.rows / 28.0);
-    for_each<T>(parts(args.out, kMaskedRows), cycles, kernel.masked_linear_scratch(args), x,
-                [&](int64_t block, T* scratch) { kernel.masked_linear_forward(args, block, scratch); });
+    for_each<T>(parts(args.out, kMaskedRows), cycles, kernel.scratch(args), x,
+                [&](int64_t block, T* scratch) { kernel.forward(args, block, scratch); });
   });
   return in_type(out, type);
 }
@@ -94,7 +96,7 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
   const bool empty = batch == 0 || out == 0 || in == 0;
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<MaskedLinearKernels<T>>();
     const auto wide = [&](bool needed, const Tensor& like) {
       if (!needed) return Tensor();
       return empty ? at::zeros(like.sizes(), w.options()) : empty_wide(like.sizes(), like);
@@ -110,26 +112,26 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
       args.grad_weight = pointer(grad_weight);
       // The gradient of x is computed apart, from masks that are kept as bits: parts of the weight would each have a
       // sum of their own of it.
-      const Tensor kept = at::cpu::empty({need_x ? samples * out * parts(in, kernel.lanes) : 0}, at::kShort);
+      const Tensor kept =
+          at::cpu::empty({need_x ? samples * out * parts(in, kernels<VectorKernels<T>>().lanes) : 0}, at::kShort);
       args.kept = need_x ? reinterpret_cast<uint16_t*>(kept.data_ptr<int16_t>()) : nullptr;
       std::atomic<bool> has_nan{false};
-      const int64_t most = kernel.masked_columns, across = parts(in, most);
+      const int64_t most = kernel.columns, across = parts(in, most);
       const double cycles = double(kMaskedRows) * std::min(in, most) * samples * (3 + args.rows / 28.0);
-      for_each<T>(parts(out, kMaskedRows) * across, cycles, kernel.masked_linear_scratch(args), x,
-                  [&](int64_t unit, T* scratch) {
-                    if (kernel.masked_linear_weight_grad(args, unit / across, unit % across * most, scratch))
-                      has_nan.store(true, std::memory_order_relaxed);
-                  });
+      for_each<T>(parts(out, kMaskedRows) * across, cycles, kernel.scratch(args), x, [&](int64_t unit, T* scratch) {
+        if (kernel.weight_grad(args, unit / across, unit % across * most, scratch))
+          has_nan.store(true, std::memory_order_relaxed);
+      });
       args.has_nan = has_nan;
       // No result depends on which samples share a unit: all, so that the weight is read once, if units are many.
-      const int64_t panels = parts(in, kernel.masked_panel), shares = std::min(samples, parts(kInputUnits, panels));
-      const double each = double(out) * kernel.masked_panel * samples / shares * (0.3 + args.rows / 28.0);
-      for_each<T>(need_x ? panels * shares : 0, each, kernel.masked_panel_scratch, x, [&](int64_t unit, T* scratch) {
+      const int64_t panels = parts(in, kernel.panel), shares = std::min(samples, parts(kInputUnits, panels));
+      const double each = double(out) * kernel.panel * samples / shares * (0.3 + args.rows / 28.0);
+      for_each<T>(need_x ? panels * shares : 0, each, kernel.panel_scratch, x, [&](int64_t unit, T* scratch) {
         const int64_t share = unit / panels;
-        kernel.masked_linear_input_grad(args,
-                                        {unit % panels * kernel.masked_panel, share * samples / shares,
-                                         (share + 1) * samples / shares, pointer(grad_x)},
-                                        scratch);
+        kernel.input_grad(
+            args,
+            {unit % panels * kernel.panel, share * samples / shares, (share + 1) * samples / shares, pointer(grad_x)},
+            scratch);
       });
     }
     if (need_x) result[0] = in_type(grad_x, x.scalar_type());

@@ -1,5 +1,55 @@
 // Products with masked weights: a piece of the weight is masked in cache and multiplied at once, so that no masked copy
-// of the whole ever exists. Included once per ISA by instantiate.h.
+// of the whole ever exists.
+#pragma once
+
+#include "cpu/sample_mask_kernel.h"
+
+namespace fastmod::cpu {
+
+// A product with a masked weight takes so many of its rows at a time, and MaskedLinearKernels::columns of its columns:
+// what is made of them stays in cache.
+constexpr int64_t kMaskedRows = 24;
+
+// A linear layer under masks.
+template <typename T>
+struct MaskedLinearArgs {
+  MaskArgs<T> mask;              // of the weight [out, in]
+  int64_t rows, in, out;         // rows: of x per sample
+  const T* x;                    // [S, rows, in], backward only
+  const T* tiles;                // the same as tiles of kTile rows, each transposed [in, rows], forward only
+  const T* bias;                 // [S, out] or null, forward only
+  T* result;                     // [S, rows, out], forward only
+  const T* grad;                 // [S, rows, out], backward only
+  T *grad_logits, *grad_weight;  // [out, in] or null
+  uint16_t* kept;                // [S, out, vectors of in], a bit a mask: what masked_linear_input_grad reads, or null
+  bool has_nan;                  // whether a logit is NaN, for it too
+};
+
+// What one call of masked_linear_input_grad takes: all rows of a weight, some of its columns, some samples.
+template <typename T>
+struct MaskedPanelUnit {
+  int64_t column, first_sample, end_sample;
+  T* grad_x;  // [S, rows, in]
+};
+
+template <typename T>
+struct MaskedLinearKernels {
+  int64_t columns;
+  int64_t (*scratch)(const MaskedLinearArgs<T>&);
+  void (*forward)(const MaskedLinearArgs<T>&, int64_t block, T* scratch);
+  // Rows of the weight block * kMaskedRows and on, `columns` of their columns; returns whether a logit is NaN
+  bool (*weight_grad)(const MaskedLinearArgs<T>&, int64_t block, int64_t column, T* scratch);
+  int64_t panel, panel_scratch;  // columns that one call takes
+  void (*input_grad)(const MaskedLinearArgs<T>&, const MaskedPanelUnit<T>&, T* scratch);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/gemm.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 // Columns of a piece: whole batches of noise, and few enough that a second-level cache of 512 KiB has room for x and
 // its gradient too.
@@ -167,3 +217,62 @@ void masked_linear_input_grad(const MaskedLinearArgs<T>& args, const MaskedPanel
     }
   }
 }
+
+FASTMOD_KERNELS(MaskedLinearKernels, .columns = kMaskedColumns, .scratch = masked_linear_scratch<T>,
+                .forward = masked_linear_forward<T>, .weight_grad = masked_linear_weight_grad<T>,
+                .panel = kMaskedPanel<T>, .panel_scratch = kMaskedPanel<T> * kMaskedDepth,
+                .input_grad = masked_linear_input_grad<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+// Whether there are several layers side by side, as torch.vmap has them: every tensor, but a seed that all share, then
+// has one more dimension, in front.
+inline bool stacked_layers(const at::Tensor& weight) { return weight.dim() == 3; }
+
+inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,
+                                 const std::optional<at::Tensor>& biases, const at::Tensor& seed, int64_t samples,
+                                 int64_t first, const LowType& low) {
+  const bool stacked = stacked_layers(weight);
+  TORCH_CHECK_VALUE(x.dim() >= (stacked ? 3 : 2) && (stacked || weight.dim() == 2) && x.size(-1) == weight.size(-1) &&
+                        (!stacked || x.size(0) == weight.size(0)),
+                    "expected x [B, ..., in] and weight [out, in], got ", x.sizes(), " and ", weight.sizes());
+  check_float(x, "x");
+  check_mixed(x, weight, low, "weight");
+  check_mixed(x, logits, low, "logits");
+  TORCH_CHECK_VALUE(logits.sizes() == weight.sizes(), "logits: expected the shape of weight, ", weight.sizes(),
+                    ", got ", logits.sizes());
+  const int64_t batch = x.size(stacked ? 1 : 0), out = weight.size(-2);
+  TORCH_CHECK_VALUE(samples >= 1 && batch % samples == 0, "x: expected a batch that is a multiple of ", samples,
+                    " samples, got ", batch);
+  const bool seeds = stacked && seed.dim() == 1;
+  TORCH_CHECK_VALUE(!seeds || seed.size(0) == weight.size(0), "seed: expected one a layer, ", weight.size(0), ", got ",
+                    seed.size(0));
+  check_mask_noise(seeds && seed.size(0) > 0 ? seed.select(0, 0) : seed, first, samples, 0);
+  if (!biases) return;
+  check_mixed(x, *biases, low, "biases");
+  TORCH_CHECK_VALUE(biases->dim() == (stacked ? 3 : 2) && (!stacked || biases->size(0) == weight.size(0)) &&
+                        biases->size(-2) == samples && biases->size(-1) == out,
+                    "biases: expected [", samples, ", ", out, "], got ", biases->sizes());
+}
+
+inline void check_masked_linear_grad(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+                                      const at::Tensor& logits, const at::Tensor& seed, int64_t samples, int64_t first,
+                                      double tau, const LowType& low) {
+  check_masked_linear(x, weight, logits, std::nullopt, seed, samples, first, low);
+  check_grad(x, grad, low);
+  TORCH_CHECK_VALUE(tau > 0, "tau: expected a number > 0, got ", tau);
+  const int64_t batch = leading_size(x, 1), out = weight.size(-2);
+  TORCH_CHECK_VALUE(grad.dim() == x.dim() && grad.numel() == batch * out && grad.size(-1) == out &&
+                        grad.size(0) == x.size(0),
+                    "grad: expected [B, ..., ", out, "], got ", grad.sizes());
+}
+
+}  // namespace fastmod
+
+#endif

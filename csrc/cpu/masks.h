@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/host.h"
+#include "cpu/sample_mask_kernel.h"
 
 namespace fastmod::cpu {
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "cpu/host.h"
+#include "cpu/mfnnr_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -153,7 +154,7 @@ struct Net {
   }
   int64_t scratch() const {
     int64_t size = kTile * kTile;  // of the gradients of weights
-    for (const auto& a : args) size = std::max(size, table<T>(kernels()).mfnnr_scratch(a));
+    for (const auto& a : args) size = std::max(size, kernels<MfnnrKernels<T>>().scratch(a));
     return size;
   }
 };
@@ -196,7 +197,7 @@ std::vector<LayerResult> forward_stack(const Tensor& x, const std::vector<Layer>
   std::vector<double> parts(penalty.size() * stack.size() * count);
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<MfnnrKernels<T>>();
     auto nets = make_nets<T>(stack, inputs, threshold);
     for (size_t net = 0; net < nets.size(); ++net)
       for (size_t l = 0; l < stack.size(); ++l) {
@@ -212,7 +213,7 @@ std::vector<LayerResult> forward_stack(const Tensor& x, const std::vector<Layer>
                 [&](int64_t unit, T* scratch) {
                   const int64_t first = unit * each % count;
                   for (const auto& a : nets[unit * each / count].args)
-                    for (int64_t tile = first; tile < first + each; ++tile) kernel.mfnnr_forward(a, tile, scratch);
+                    for (int64_t tile = first; tile < first + each; ++tile) kernel.forward(a, tile, scratch);
                 });
   });
   const size_t own = parts.size() / penalty.size();
@@ -304,7 +305,7 @@ Grads backward_stack(const Tensor& grad_out, const std::vector<double>& grad_pen
   with_compute_type(inputs[0], [&](auto zero) {
     if (batch == 0) return;
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<MfnnrKernels<T>>();
     auto nets = make_nets<T>(stack, inputs, threshold);
     for (size_t net = 0; net < nets_count; ++net) {
       auto param = result.params.begin();
@@ -334,9 +335,9 @@ Grads backward_stack(const Tensor& grad_out, const std::vector<double>& grad_pen
         auto& args = nets[net].args;
         own_grads(args, true, scratch + scratch_size);
         for (size_t l = args.size(); l-- > 0;) {
-          for (int64_t tile = 0; tile < count; ++tile) kernel.mfnnr_backward(args[l], tile, scratch);
+          for (int64_t tile = 0; tile < count; ++tile) kernel.backward(args[l], tile, scratch);
           for (const Piece& piece : pieces)
-            if (piece.layer == l) kernel.mfnnr_weight_grad(args[l], piece.unit, scratch);
+            if (piece.layer == l) kernel.weight_grad(args[l], piece.unit, scratch);
         }
       });
       return;
@@ -346,7 +347,7 @@ Grads backward_stack(const Tensor& grad_out, const std::vector<double>& grad_pen
     for (size_t net = 0; net < nets_count; ++net) own_grads(nets[net].args, false, own.data_ptr<T>() + net * memory);
     for_each<T>(nets_count * count, cycles, scratch_size, inputs[0], [&](int64_t unit, T* scratch) {
       const auto& args = nets[unit / count].args;
-      for (size_t l = args.size(); l-- > 0;) kernel.mfnnr_backward(args[l], unit % count, scratch);
+      for (size_t l = args.size(); l-- > 0;) kernel.backward(args[l], unit % count, scratch);
     });
     if (!need_params) return;
     const auto pieces = weight_grad_pieces(nets);
@@ -355,7 +356,7 @@ Grads backward_stack(const Tensor& grad_out, const std::vector<double>& grad_pen
     const double cycles_each = cycles * count * nets_count / parts;
     for_each<T>(parts, cycles_each, scratch_size, inputs[0], [&](int64_t part, T* scratch) {
       for (size_t i = borders[part]; i < borders[part + 1]; ++i)
-        kernel.mfnnr_weight_grad(nets[pieces[i].net].args[pieces[i].layer], pieces[i].unit, scratch);
+        kernel.weight_grad(nets[pieces[i].net].args[pieces[i].layer], pieces[i].unit, scratch);
     });
   });
   for (size_t l = 0; l < stack.size(); ++l) {

@@ -1,7 +1,67 @@
-// A whole MFNNR on one batch-last tile, forward and backward. Included once per ISA by instantiate.h.
+// A whole MFNNR on one batch-last tile, forward and backward.
 //
 // The backward has two phases, each parallel and each bit-equal for any number of threads: gradients of activations,
 // tile by tile; then gradients of weights, unit by unit, each summing over the whole batch in order.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+// One fully connected layer: weight [out, in] and bias [out] as in nn.Linear.
+template <typename T>
+struct Linear {
+  const T *weight, *bias;
+  T *grad_weight, *grad_bias;  // backward only
+  int64_t in, out;
+  int64_t row;       // first row of its output among the tile's activations
+  int64_t grad_row;  // first row of the gradient of its output among the tile's gradients
+};
+
+template <typename T>
+struct MfnnrArgs {
+  BlockSizes size;
+  Routing routing;
+  bool context, need_x, need_tau;
+  double threshold;         // < 0: no penalty
+  const Linear<T>*route, *update;
+  int64_t route_layers, update_layers;
+  int64_t routed_row, rows, grad_rows;
+  const T* x;               // [B, M, D]
+  T *out, *logits, *gate;   // [B, N, D], [B, M, N], [B, N]
+  T* saved;                 // [tiles, rows, kTile]; forward: null when nothing is kept
+  double* penalty;          // [tiles]
+  const T* grad_out;        // [B, N, D] or null
+  double grad_penalty;
+  T* grads;                 // [tiles, grad_rows, kTile]
+  T* grad_x;                // [B, M, D]
+  double* grad_tau;         // [tiles]
+};
+
+// A piece of one weight gradient: some columns, that is inputs, of one layer.
+struct WeightGradUnit {
+  bool update;
+  int64_t layer, column, columns;
+};
+
+template <typename T>
+struct MfnnrKernels {
+  int64_t (*scratch)(const MfnnrArgs<T>&);
+  void (*forward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
+  void (*backward)(const MfnnrArgs<T>&, int64_t tile, T* scratch);
+  void (*weight_grad)(const MfnnrArgs<T>&, const WeightGradUnit&, T* scratch);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/gated_residual_kernel.h"
+#include "cpu/gemm.h"
+#include "cpu/multiplex_kernel.h"
+#include "cpu/range_penalty_kernel.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 template <typename T>
 Strided<T> weight_of(const Linear<T>& layer) {
@@ -227,3 +287,87 @@ void mfnnr_weight_grad(const MfnnrArgs<T>& args, const WeightGradUnit& unit, T* 
       for (int64_t o = 0; o < layer.out; ++o) layer.grad_bias[o] += sum_row(grads + o * kTile, count);
   }
 }
+
+FASTMOD_KERNELS(MfnnrKernels, .scratch = mfnnr_scratch<T>, .forward = mfnnr_forward<T>, .backward = mfnnr_backward<T>,
+                .weight_grad = mfnnr_weight_grad<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+// Sizes of one MFNNR, read off its tensors once and checked on the way. Parameters may be those of several nets at once,
+// with a dimension of copies in front; x, temperatures, seeds and all results then have it too.
+struct MfnnrSizes {
+  int64_t batch, in_blocks, out_blocks, block, rows;  // batch: of one copy
+  bool context;
+  int64_t copies;  // 0: a net alone
+  int64_t nets() const { return copies ? copies : 1; }
+  int64_t route_in() const { return in_blocks * block; }
+  int64_t routed() const { return out_blocks * block; }
+  int64_t update_in() const { return routed() + (context ? route_in() : 0); }
+};
+
+inline int64_t copies_of(at::TensorList params) {
+  return !params.empty() && params[0].dim() == 3 ? params[0].size(0) : 0;
+}
+
+inline int64_t check_fnn(const at::Tensor& x, at::TensorList params, int64_t features, int64_t copies,
+                         const LowType& low, const char* name) {
+  TORCH_CHECK_VALUE(!params.empty() && params.size() % 2 == 0, name, ": expected [weight, bias, ...], got ",
+                    params.size(), " tensors");
+  const int64_t front = copies ? 1 : 0;
+  for (size_t i = 0; i < params.size(); i += 2) {
+    const at::Tensor &weight = params[i], &bias = params[i + 1];
+    check_parameter(x, weight, params[0], low, name);
+    check_parameter(x, bias, params[0], low, name);
+    TORCH_CHECK_VALUE(weight.dim() == 2 + front && weight.size(-1) == features && weight.size(-2) > 0 &&
+                          bias.dim() == 1 + front && bias.size(-1) == weight.size(-2) &&
+                          (!copies || (weight.size(0) == copies && bias.size(0) == copies)),
+                      name, "[", i, "]: expected a weight [out, ", features, "] and a bias [out]",
+                      copies ? ", each with the copies in front" : "", ", got ", weight.sizes(), " and ",
+                      bias.sizes());
+    features = weight.size(-2);
+  }
+  return features;
+}
+
+inline MfnnrSizes check_mfnnr(const at::Tensor& x, at::TensorList route, at::TensorList update, bool context,
+                              const LowType& low) {
+  check_float(x, "x");
+  TORCH_CHECK_TYPE(!low || *low == at::kBFloat16 || *low == at::kHalf, "low: expected bfloat16 or float16");
+  const int64_t copies = copies_of(route);
+  TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-2) > 0 && x.size(-1) > 0, "x: expected [..., M, D], got ", x.sizes());
+  TORCH_CHECK_VALUE(!copies || (x.dim() >= 3 && x.size(0) == copies), "x: expected [", copies, ", ..., M, D], got ",
+                    x.sizes());
+  MfnnrSizes s{leading_size(x, 2), x.size(-2), 0, x.size(-1), 0, context, copies};
+  s.batch /= s.nets();
+  const int64_t logits = check_fnn(x, route, s.route_in(), copies, low, "route");
+  s.out_blocks = logits / s.in_blocks;
+  TORCH_CHECK_VALUE(s.out_blocks > 0 && logits == s.in_blocks * s.out_blocks, "route: expected a multiple of ",
+                    s.in_blocks, " outputs, got ", logits);
+  const int64_t outputs = check_fnn(x, update, s.update_in(), copies, low, "update");
+  TORCH_CHECK_VALUE(outputs == s.routed() + s.out_blocks, "update: expected ", s.routed() + s.out_blocks,
+                    " outputs, got ", outputs);
+  s.rows = s.routed();
+  for (const at::TensorList params : {route, update})
+    for (size_t i = 1; i < params.size(); i += 2) s.rows += params[i].size(-1);
+  return s;
+}
+
+// A stack of MFNNRs: per layer `fnn_tensors` tensors of the route FNN, then as many of the update FNN.
+inline void check_smfr(at::TensorList params, int64_t fnn_tensors, at::TensorList taus, at::TensorList seeds) {
+  TORCH_CHECK_VALUE(fnn_tensors > 0 && !params.empty() && params.size() % (2 * fnn_tensors) == 0,
+                    "params: expected a multiple of 2 * ", fnn_tensors, " tensors, got ", params.size());
+  const size_t layers = params.size() / (2 * fnn_tensors);
+  TORCH_CHECK_VALUE(taus.empty() || taus.size() == layers, "taus: expected none or ", layers, ", got ", taus.size());
+  TORCH_CHECK_VALUE(seeds.empty() || seeds.size() == layers, "seeds: expected none or ", layers, ", got ",
+                    seeds.size());
+}
+
+}  // namespace fastmod
+
+#endif

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cpu/host.h"
+#include "cpu/multiplex_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -84,12 +85,12 @@ Tensor multiplex_forward(const Tensor& blocks, const Tensor& logits, const Optio
   const Tensor b = readable(blocks, low), l = readable(logits, low);
   with_compute_type(blocks, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<MultiplexKernels<T>>();
     const MultiplexArgs<T> all{copies.size, copies.routings[0], b.const_data_ptr<T>(), l.const_data_ptr<T>(), nullptr,
                                out.data_ptr<T>()};
-    copies.for_pieces(all, copies.cycles_per_piece(), kernel.multiplex_scratch(copies.size), blocks,
+    copies.for_pieces(all, copies.cycles_per_piece(), kernel.scratch(copies.size), blocks,
                       [&](const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* scratch, int64_t) {
-                        kernel.multiplex_forward(args, begin, end, scratch);
+                        kernel.forward(args, begin, end, scratch);
                       });
   });
   return in_type(out, type);
@@ -113,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad, const 
   std::vector<double> parts(copies.count() * copies.pieces);
   with_compute_type(blocks, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<MultiplexKernels<T>>();
     const MultiplexArgs<T> all{size,
                                copies.routings[0],
                                b.const_data_ptr<T>(),
@@ -123,9 +124,9 @@ std::tuple<Tensor, Tensor, Tensor> multiplex_backward(const Tensor& grad, const 
                                grad_blocks.data_ptr<T>(),
                                grad_logits.data_ptr<T>(),
                                tau.has_value()};
-    copies.for_pieces(all, 2.5 * copies.cycles_per_piece(), kernel.multiplex_scratch(size), blocks,
+    copies.for_pieces(all, 2.5 * copies.cycles_per_piece(), kernel.scratch(size), blocks,
                       [&](const MultiplexArgs<T>& args, int64_t begin, int64_t end, T* scratch, int64_t piece) {
-                        parts[piece] = kernel.multiplex_backward(args, begin, end, scratch);
+                        parts[piece] = kernel.backward(args, begin, end, scratch);
                       });
     for (int64_t copy = 0; copy < copies.count(); ++copy) {
       const auto first = parts.begin() + copy * copies.pieces;

@@ -1,4 +1,38 @@
-// Routing of blocks on one batch-last tile. Included once per ISA by instantiate.h.
+// Routing of blocks on one batch-last tile.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+template <typename T>
+struct MultiplexArgs {
+  BlockSizes size;
+  Routing routing;
+  const T* blocks;  // [B, M, D]
+  const T* logits;  // [B, M, N]
+  const T* grad;    // [B, N, D], backward only
+  T* out;           // [B, N, D], forward only
+  T* grad_blocks;   // [B, M, D]
+  T* grad_logits;   // [B, M, N]
+  bool need_tau;
+};
+
+template <typename T>
+struct MultiplexKernels {
+  // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
+  int64_t (*scratch)(const BlockSizes&);
+  void (*forward)(const MultiplexArgs<T>&, int64_t begin, int64_t end, T* scratch);
+  double (*backward)(const MultiplexArgs<T>&, int64_t begin, int64_t end, T* scratch);  // gradient of tau
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/gemm.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 // One small product per batch element, a vector of elements at a time:
 // C(r, c) (+)= sum_k A(r, k) B(k, c), every entry a vector at data + r * row_stride + c * column_stride.
@@ -390,3 +424,37 @@ double multiplex_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t e
   }
   return grad_tau;
 }
+
+FASTMOD_KERNELS(MultiplexKernels, .scratch = multiplex_scratch<T>, .forward = multiplex_forward<T>,
+                .backward = multiplex_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+// Returns how many copies there are: temperature and seed, as far as there are any, have one number for each then, and
+// all other tensors the copies in front. 0: no such dimension.
+inline int64_t check_multiplex(const at::Tensor& blocks, const at::Tensor& logits,
+                               const std::optional<at::Tensor>& tau, const std::optional<at::Tensor>& seed,
+                               const LowType& low) {
+  check_float(blocks, "blocks");
+  check_mixed(blocks, logits, low, "logits");
+  TORCH_CHECK_VALUE(blocks.dim() >= 2 && logits.dim() == blocks.dim() && blocks.size(-2) > 0 &&
+                        blocks.sizes().slice(0, blocks.dim() - 1) == logits.sizes().slice(0, logits.dim() - 1),
+                    "expected blocks [..., M, D] and logits [..., M, N], got ", blocks.sizes(), " and ",
+                    logits.sizes());
+  const auto& numbers = seed ? seed : tau;
+  if (!numbers || numbers->dim() != 1) return 0;
+  TORCH_CHECK_VALUE(numbers->size(0) > 0 && blocks.dim() > 2 && blocks.size(0) == numbers->size(0),
+                    "expected blocks and logits of ", numbers->size(0), " copies, got ", blocks.sizes(), " and ",
+                    logits.sizes());
+  return numbers->size(0);
+}
+
+}  // namespace fastmod
+
+#endif

@@ -1,5 +1,6 @@
 // Convolutions that normalise what they read, for torch; the work is in norm_conv_kernel.h.
 #include "cpu/images.h"
+#include "cpu/norm_conv_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -34,7 +35,7 @@ struct Problem {
     args.relu = relu;
     args.winograd = !depthwise && goes_winograds_way<T>(args.kernel, stride, args.cin, args.cout);
     args.x = x.const_data_ptr<T>();
-    const int64_t lanes = table<T>(kernels()).lanes;
+    const int64_t lanes = kernels<VectorKernels<T>>().lanes;
     args.columns = (args.cout + lanes - 1) / lanes * lanes;
     args.input_columns = (args.cin + lanes - 1) / lanes * lanes;
     if (scale_) {
@@ -54,7 +55,7 @@ struct Problem {
   // Of a forward pass over one image of one expert: vectors of products.
   double cycles() const {
     return double(args.out_high) * args.out_wide * (taps() * (args.depthwise ? 1 : args.cin) + 8) * args.columns /
-           table<T>(kernels()).lanes;
+           kernels<VectorKernels<T>>().lanes;
   }
 };
 
@@ -108,10 +109,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tens
     args.y = y.data_ptr<T>();
     args.unit_mean = pointer<T>(units);
     args.unit_square = stats ? args.unit_mean + args.batch * channels : nullptr;
-    const auto& kernel = table<T>(kernels());
-    for_each<T>(args.batch * args.experts, problem.cycles(), kernel.norm_conv_scratch(args), x,
+    const auto& kernel = kernels<NormConvKernels<T>>();
+    for_each<T>(args.batch * args.experts, problem.cycles(), kernel.scratch(args), x,
                 [&](int64_t unit, T* scratch) {  // an expert's weights stay near for all its images
-                  kernel.norm_conv_forward(args, unit % args.batch, unit / args.batch, scratch);
+                  kernel.forward(args, unit % args.batch, unit / args.batch, scratch);
                 });
     if (stats)
       combine_stats<T>(args.unit_mean, args.unit_square, args.batch, channels, double(args.out_high) * args.out_wide,
@@ -136,7 +137,8 @@ Tensor unpacked_sum(const Tensor& parts, int64_t count, const Tensor& weight, co
   if (args.winograd) {
     plain = empty_wide({args.experts * taps * matrix}, weight);
     for (int64_t e = 0; e < args.experts; ++e)
-      table<T>(kernels()).winograd_weight_grads(sums + e * 16 * matrix, matrix, plain.data_ptr<T>() + e * taps * matrix);
+      kernels<WinogradKernels<T>>().weight_grads(sums + e * 16 * matrix, matrix,
+                                                 plain.data_ptr<T>() + e * taps * matrix);
   }
   const Tensor out = empty_wide(weight.sizes(), weight);
   const T* from = plain.const_data_ptr<T>();
@@ -166,7 +168,7 @@ std::vector<Tensor> norm_conv_backward(const Tensor& grad, const OptionalTensor&
     using T = decltype(zero);
     Problem<T> problem(x, weight, scale, shift, channel_gate, relu, stride, depthwise);
     auto& args = problem.args;
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<NormConvKernels<T>>();
     const auto wide = [&](bool needed, at::IntArrayRef sizes) { return needed ? empty_wide(sizes, x) : Tensor(); };
     const Tensor g = channels_last(grad), w = readable(weight), yr = grad_var ? channels_last(*y) : Tensor();
     const Tensor for_input = need_x || need_scale || need_shift || need_gate ? transformed(packed_for_input(w, problem), problem, args.cout * args.input_columns) : Tensor();
@@ -197,12 +199,10 @@ std::vector<Tensor> norm_conv_backward(const Tensor& grad, const OptionalTensor&
     args.grad_bias = pointer<T>(grad_bias);
     const int64_t across = args.shared ? 1 : args.experts;
     const double cycles = 2 * problem.cycles() * args.batch * args.experts / (parts * across);
-    for_each<T>(args.batch == 0 ? 0 : parts * across, cycles, kernel.norm_conv_scratch(args), x,
-                [&](int64_t unit, T* scratch) {
-                  const int64_t part = unit % parts;
-                  kernel.norm_conv_backward(args, part, part * args.batch / parts, (part + 1) * args.batch / parts,
-                                            unit / parts, scratch);
-                });
+    for_each<T>(args.batch == 0 ? 0 : parts * across, cycles, kernel.scratch(args), x, [&](int64_t unit, T* scratch) {
+      const int64_t part = unit % parts;
+      kernel.backward(args, part, part * args.batch / parts, (part + 1) * args.batch / parts, unit / parts, scratch);
+    });
     if (need_x) result[0] = in_type(grad_x, type);
     if (args.batch == 0) {
       if (need_weight) result[1] = at::zeros(weight.sizes(), weight.options());

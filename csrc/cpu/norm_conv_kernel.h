@@ -1,9 +1,51 @@
-// Convolutions that normalise what they read, of images [H, W, C]. Included once per ISA by instantiate.h.
+// Convolutions that normalise what they read, of images [H, W, C].
 //
 // A unit of work brings a strip of an image into a padded scratch buffer, normalised, and convolves from there: in L2, so
 // that every value is read from memory and normalised once, not nine times. A row of taps is then one contiguous run of
 // kernel * C values, for which the innermost loops are those of a matrix product (conv.h); 3x3 taps of stride 1 in fp32 go
 // Winograd's way (winograd.h).
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+// A convolution of images [B, E, H, W, C] (x [B, H, W, C] where all experts share it) that normalises what it reads.
+template <typename T>
+struct NormConvArgs {
+  int64_t batch, experts, cin, cout, high, wide, out_high, out_wide, kernel, stride;
+  bool shared, depthwise, relu, winograd;
+  FASTMOD_INLINE int64_t taps() const { return winograd ? 16 : kernel * kernel; }  // matrices of packed weights
+  const T *x, *scale, *shift, *gate;  // scale, shift: affine_stride from one expert to the next; may be null, like gate
+  int64_t affine_stride;
+  const T *weight, *bias;        // packed: see norm_conv_kernel.h; the bias [E, cout] may be null
+  const T* input_weight;         // packed for the gradient of the input
+  int64_t columns, input_columns;  // of the packed weights: cout and cin, up to whole vectors
+  T* y;
+  T *unit_mean, *unit_square;    // [B, E, cout] or null
+  // backward only; whichever is not needed is null
+  const T* grad;
+  const T *y_read, *mean, *grad_mean, *grad_var;  // mean, grad_mean / n, 2 grad_var / n: [E, cout]
+  T* grad_x;
+  T *grad_scale, *grad_shift, *grad_gate;  // [B, E, cin]
+  T *grad_weight, *grad_bias;              // of each part of the batch: packed as the weight; [parts, E, cout]
+};
+
+template <typename T>
+struct NormConvKernels {
+  int64_t (*scratch)(const NormConvArgs<T>&);
+  void (*forward)(const NormConvArgs<T>&, int64_t image, int64_t expert, T* scratch);
+  void (*backward)(const NormConvArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t expert, T* scratch);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/conv.h"
+#include "cpu/winograd.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 // ---- strips of images in scratch, with a frame of zeros
 
@@ -468,3 +510,70 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
       }
     }
 }
+
+FASTMOD_KERNELS(NormConvKernels, .scratch = norm_conv_scratch<T>, .forward = norm_conv_forward<T>,
+                .backward = norm_conv_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+inline void check_norm_conv(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+                            const std::optional<at::Tensor>& shift, const std::optional<at::Tensor>& channel_gate,
+                            const std::optional<at::Tensor>& bias, int64_t stride, bool depthwise) {
+  check_float(x, "x");
+  check_like(x, weight, "weight");
+  TORCH_CHECK_VALUE(stride == 1 || stride == 2, "stride: expected 1 or 2, got ", stride);
+  TORCH_CHECK_VALUE((x.dim() == 4 || x.dim() == 5) && weight.dim() == 5 && weight.size(3) == weight.size(4) &&
+                        (weight.size(3) == 1 || weight.size(3) == 3) && weight.numel() > 0 && x.size(-1) > 0 &&
+                        x.size(-2) > 0 && (x.dim() == 4 || x.size(1) == weight.size(0)) &&
+                        (depthwise ? weight.size(2) == 1 && weight.size(1) == x.size(-3) : weight.size(2) == x.size(-3)),
+                    "expected x [B, E, Cin, H, W] or [B, Cin, H, W] and weight ",
+                    depthwise ? "[E, C, 1, k, k]" : "[E, Cout, Cin, k, k]", ", got ", x.sizes(), " and ", weight.sizes());
+  TORCH_CHECK_VALUE(scale.has_value() == shift.has_value(), "scale, shift: expected both or none");
+  check_affine(x, scale, weight.size(0), "scale");
+  check_affine(x, shift, weight.size(0), "shift");
+  TORCH_CHECK_VALUE(!scale || scale->sizes() == shift->sizes(), "shift: expected the shape of scale");
+  if (channel_gate) {
+    check_like(x, *channel_gate, "channel_gate");
+    TORCH_CHECK_VALUE(channel_gate->dim() == 3 && channel_gate->size(0) == x.size(0) &&
+                          channel_gate->size(1) == weight.size(0) && channel_gate->size(2) == x.size(-3),
+                      "channel_gate: expected [B, E, Cin], got ", channel_gate->sizes());
+  }
+  if (!bias) return;
+  check_like(x, *bias, "bias");
+  TORCH_CHECK_VALUE(bias->dim() == 2 && bias->sizes() == weight.sizes().slice(0, 2), "bias: expected [E, Cout], got ",
+                    bias->sizes());
+}
+
+inline void check_norm_conv_grad(const at::Tensor& grad, const std::optional<at::Tensor>& grad_mean,
+                                 const std::optional<at::Tensor>& grad_var, const std::optional<at::Tensor>& y,
+                                 const std::optional<at::Tensor>& mean, const at::Tensor& x, const at::Tensor& weight,
+                                 int64_t stride) {
+  const auto rounded = [&](int64_t size) { return (size + stride - 1) / stride; };
+  check_like(x, grad, "grad");
+  TORCH_CHECK_VALUE(grad.dim() == 5 && grad.size(0) == x.size(0) &&
+                        grad.sizes().slice(1, 2) == weight.sizes().slice(0, 2) &&
+                        grad.size(3) == rounded(x.size(-2)) && grad.size(4) == rounded(x.size(-1)),
+                    "grad: expected the shape of y, got ", grad.sizes());
+  TORCH_CHECK_VALUE(!grad_var || (y && mean), "y, mean: expected both beside grad_var");
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  for (const auto* tensor : {&grad_mean, &grad_var, &mean}) {
+    if (!*tensor) continue;
+    TORCH_CHECK(tensor->value().device() == x.device(), "statistics: expected device ", x.device());
+    TORCH_CHECK_TYPE(tensor->value().scalar_type() == wide, "statistics: expected ", wide);
+    TORCH_CHECK_VALUE(tensor->value().sizes() == weight.sizes().slice(0, 2), "statistics: expected [E, Cout], got ",
+                      tensor->value().sizes());
+  }
+  if (!y) return;
+  check_like(x, *y, "y");
+  TORCH_CHECK_VALUE(y->sizes() == grad.sizes(), "y: expected ", grad.sizes(), ", got ", y->sizes());
+}
+
+}  // namespace fastmod
+
+#endif

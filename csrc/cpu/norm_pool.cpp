@@ -1,5 +1,6 @@
 // Spatial mean of the normalised activation, for torch; the work is in norm_pool_kernel.h.
 #include "cpu/images.h"
+#include "cpu/norm_pool_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -31,9 +32,9 @@ Tensor norm_pool_forward(const Tensor& x, const Tensor& scale, const Tensor& shi
     using T = decltype(zero);
     Problem<T> problem(x, scale, shift, relu);
     problem.args.out = out.data_ptr<T>();
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<NormPoolKernels<T>>();
     for_each<T>(x.size(0) * x.size(1), problem.cycles(), 0, x,
-                [&](int64_t index, T*) { kernel.norm_pool_forward(problem.args, index); });
+                [&](int64_t index, T*) { kernel.forward(problem.args, index); });
   });
   return in_type(out, x.scalar_type());
 }
@@ -57,9 +58,9 @@ std::vector<Tensor> norm_pool_backward(const Tensor& grad, const Tensor& x, cons
     args.grad_x = pointer<T>(grad_x);
     args.grad_scale = pointer<T>(grad_scale);
     args.grad_shift = pointer<T>(grad_shift);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<NormPoolKernels<T>>();
     for_each<T>(x.size(0) * x.size(1), 2 * problem.cycles(), 0, x,
-                [&](int64_t index, T*) { kernel.norm_pool_backward(args, index); });
+                [&](int64_t index, T*) { kernel.backward(args, index); });
     if (needs[0]) result[0] = in_type(grad_x, x.scalar_type());
     if (needs[1]) result[1] = parameter_grad<T>(grad_scale, problem.scale);
     if (needs[2]) result[2] = parameter_grad<T>(grad_shift, problem.shift);

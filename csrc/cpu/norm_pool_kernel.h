@@ -1,4 +1,35 @@
-// Spatial mean of relu(scale * x + shift) of images [H, W, C]. Included once per ISA by instantiate.h.
+// Spatial mean of relu(scale * x + shift) of images [H, W, C].
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+// The spatial mean of relu(scale * x + shift) of images [B, E, H * W, C].
+template <typename T>
+struct NormPoolArgs {
+  int64_t experts, pixels, channels;
+  bool relu;
+  const T *x, *scale, *shift;
+  T* out;  // [B, E, C], forward only
+  const T* grad;
+  T* grad_x;
+  T *grad_scale, *grad_shift;  // [B, E, C]; all three may be null
+};
+
+template <typename T>
+struct NormPoolKernels {
+  void (*forward)(const NormPoolArgs<T>&, int64_t index);  // image * experts + expert
+  void (*backward)(const NormPoolArgs<T>&, int64_t index);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 // step(p, sums) for the pixels at p = first, first + channels, .. below size; add(sums) after every run of them. kWays sums
 // in flight hide each other's latency, and short sums, then their sum, lose fewer digits than one long sum.
@@ -76,3 +107,25 @@ void norm_pool_backward(const NormPoolArgs<T>& args, int64_t index) {
     if (args.grad_shift) store_lanes(args.grad_shift + place, total.count * factor, left);
   });
 }
+
+FASTMOD_KERNELS(NormPoolKernels, .forward = norm_pool_forward<T>, .backward = norm_pool_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+inline void check_norm_pool(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& shift) {
+  check_float(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 5 && x.size(3) > 0 && x.size(4) > 0, "x: expected [B, E, C, H, W] with pixels, got ",
+                    x.sizes());
+  check_affine(x, scale, x.size(1), "scale");
+  check_affine(x, shift, x.size(1), "shift");
+}
+
+}  // namespace fastmod
+
+#endif

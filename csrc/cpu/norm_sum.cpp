@@ -1,5 +1,6 @@
 // The end of a residual block and the gated sum over experts, for torch; the work is in norm_sum_kernel.h.
 #include "cpu/images.h"
+#include "cpu/norm_sum_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -48,9 +49,8 @@ Tensor norm_sum_forward(const Tensor& x, const Tensor& scale, const Tensor& shif
     using T = decltype(zero);
     Problem<T> problem(x, scale, shift, residual, residual_scale, residual_shift, gate, relu);
     problem.args.out = out.data_ptr<T>();
-    const auto& kernel = table<T>(kernels());
-    for_each<T>(x.size(0), problem.cycles(), 0, x,
-                [&](int64_t image, T*) { kernel.norm_sum_forward(problem.args, image); });
+    const auto& kernel = kernels<NormSumKernels<T>>();
+    for_each<T>(x.size(0), problem.cycles(), 0, x, [&](int64_t image, T*) { kernel.forward(problem.args, image); });
   });
   return in_type(out, x.scalar_type());
 }
@@ -84,9 +84,8 @@ std::vector<Tensor> norm_sum_backward(const Tensor& grad, const Tensor& x, const
     args.grad_shift = pointer<T>(grad_shift);
     args.grad_residual_scale = pointer<T>(grad_other);
     args.grad_gate = pointer<T>(grad_gate);
-    const auto& kernel = table<T>(kernels());
-    for_each<T>(x.size(0), 2 * problem.cycles(), 0, x,
-                [&](int64_t image, T*) { kernel.norm_sum_backward(args, image); });
+    const auto& kernel = kernels<NormSumKernels<T>>();
+    for_each<T>(x.size(0), 2 * problem.cycles(), 0, x, [&](int64_t image, T*) { kernel.backward(args, image); });
     if (needs[0]) result[0] = in_type(grad_x, type);
     if (needs[1]) result[1] = parameter_grad<T>(grad_scale, problem.scale);
     if (needs[2]) result[2] = parameter_grad<T>(grad_shift, problem.shift);

@@ -1,5 +1,36 @@
-// The end of a residual block, of images [H, W, C], and the gated sum over experts. Included once per ISA by
-// instantiate.h.
+// The end of a residual block, of images [H, W, C], and the gated sum over experts.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+// relu(scale * x + shift + residual) of images [B, E, H * W, C], and its gated sum over experts.
+template <typename T>
+struct NormSumArgs {
+  int64_t experts, pixels, channels;
+  bool shared, relu;  // shared: the residual is [B, H * W, C]
+  const T *x, *scale, *shift, *residual, *residual_scale, *residual_shift, *gate;
+  T* out;  // forward only
+  const T* grad;
+  T *grad_x, *grad_residual;
+  T *grad_scale, *grad_shift, *grad_residual_scale;  // [B, E, C] or null
+  T* grad_gate;                                      // [B, E] or null
+};
+
+template <typename T>
+struct NormSumKernels {
+  void (*forward)(const NormSumArgs<T>&, int64_t image);
+  void (*backward)(const NormSumArgs<T>&, int64_t image);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 template <typename T, typename Lanes>
 FASTMOD_INLINE Vec<T> residual_sum(const NormSumArgs<T>& args, int64_t expert, const T* x, const T* residual, int64_t c,
@@ -104,3 +135,39 @@ void norm_sum_backward(const NormSumArgs<T>& args, int64_t image) {
     if (args.grad_gate) args.grad_gate[index] = of_gate;
   }
 }
+
+FASTMOD_KERNELS(NormSumKernels, .forward = norm_sum_forward<T>, .backward = norm_sum_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+inline void check_norm_sum(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& shift,
+                           const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& residual_scale,
+                           const std::optional<at::Tensor>& residual_shift, const std::optional<at::Tensor>& gate) {
+  check_float(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 5, "x: expected [B, E, C, H, W], got ", x.sizes());
+  check_affine(x, scale, x.size(1), "scale");
+  check_affine(x, shift, x.size(1), "shift");
+  TORCH_CHECK_VALUE(residual_scale.has_value() == residual_shift.has_value() && (residual || !residual_scale),
+                    "residual_scale, residual_shift: expected both or none, and a residual beside them");
+  check_affine(x, residual_scale, x.size(1), "residual_scale");
+  check_affine(x, residual_shift, x.size(1), "residual_shift");
+  if (residual) {
+    check_like(x, *residual, "residual");
+    TORCH_CHECK_VALUE(residual->sizes() == x.sizes() || (residual->dim() == 4 && residual->size(0) == x.size(0) &&
+                                                         residual->sizes().slice(1) == x.sizes().slice(2)),
+                      "residual: expected ", x.sizes(), " or that without E, got ", residual->sizes());
+  }
+  if (!gate) return;
+  check_like(x, *gate, "gate");
+  TORCH_CHECK_VALUE(gate->sizes() == x.sizes().slice(0, 2), "gate: expected [B, E], got ", gate->sizes());
+}
+
+}  // namespace fastmod
+
+#endif

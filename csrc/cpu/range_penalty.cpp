@@ -1,6 +1,7 @@
 #include <ATen/ops/scalar_tensor.h>
 
 #include "cpu/host.h"
+#include "cpu/range_penalty_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -22,8 +23,8 @@ Tensor range_penalty_forward(at::TensorList logits, double threshold) {
       const T* data = v.const_data_ptr<T>();
       for_each<T>(pieces(v), kElementsEach * 0.5, 0, v, [&](int64_t piece, T*) {
         const int64_t first = piece * kElementsEach;
-        parts[piece] = table<T>(kernels()).range_penalty_forward(
-            data + first, std::min(kElementsEach, v.numel() - first), threshold);
+        parts[piece] = kernels<RangePenaltyKernels<T>>().forward(data + first,
+                                                                 std::min(kElementsEach, v.numel() - first), threshold);
       });
     });
     total += sum_in_order(parts);
@@ -44,7 +45,7 @@ std::vector<Tensor> range_penalty_backward(const Tensor& grad, at::TensorList lo
       T* target = out.data_ptr<T>();
       for_each<T>(pieces(v), kElementsEach * 0.5, 0, v, [&](int64_t piece, T*) {
         const int64_t first = piece * kElementsEach;
-        table<T>(kernels()).range_penalty_backward(data + first, std::min(kElementsEach, v.numel() - first), threshold,
+        kernels<RangePenaltyKernels<T>>().backward(data + first, std::min(kElementsEach, v.numel() - first), threshold,
                                                    scale, target + first);
       });
     });

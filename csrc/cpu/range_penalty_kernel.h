@@ -1,4 +1,23 @@
-// Squared excess over a threshold. Included once per ISA by instantiate.h.
+// Squared excess over a threshold.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+template <typename T>
+struct RangePenaltyKernels {
+  double (*forward)(const T* logits, int64_t count, double threshold);
+  void (*backward)(const T* logits, int64_t count, double threshold, double scale, T* grad);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 template <typename T>
 FASTMOD_INLINE Vec<T> excess(Vec<T> value, T threshold) {  // t - clamp(t); a NaN stays, as in torch
@@ -34,3 +53,26 @@ void range_penalty_backward(const T* logits, int64_t count, double threshold, do
     store_first(grad + i, excess<T>(load_first(logits + i, left), T(threshold)) * T(2 * scale), left);
   }
 }
+
+FASTMOD_KERNELS(RangePenaltyKernels, .forward = range_penalty_forward<T>, .backward = range_penalty_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+inline void check_range_penalty(at::TensorList logits, double threshold) {
+  TORCH_CHECK_VALUE(!logits.empty(), "logits: expected at least one tensor, got none");
+  TORCH_CHECK_VALUE(threshold >= 0, "threshold: expected a number >= 0, got ", threshold);
+  for (const auto& value : logits) {
+    check_float(value, "logits");
+    check_like(logits[0], value, "logits");
+  }
+}
+
+}  // namespace fastmod
+
+#endif

@@ -1,4 +1,5 @@
 #include "cpu/masks.h"
+#include "cpu/sample_mask_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -22,11 +23,11 @@ Tensor sample_mask_forward(const Tensor& logits, const OptionalTensor& weight, i
   const Tensor l = readable(logits), w = weight ? readable(*weight) : Tensor();
   with_compute_type(logits, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<SampleMaskKernels<T>>();
     MaskArgs<T> args = mask_args<T>(l, w, first, samples, seed, stream, 1.0);
     args.out = out.data_ptr<T>();
     over_weights<T>(l.numel(), samples, 1.5, logits,
-                    [&](int64_t begin, int64_t end) { kernel.sample_mask_forward(args, begin, end); });
+                    [&](int64_t begin, int64_t end) { kernel.forward(args, begin, end); });
   });
   return in_type(out, logits.scalar_type());
 }
@@ -46,13 +47,13 @@ Tensor sample_mask_backward(const Tensor& grad, const Tensor& logits, const Opti
   const Tensor b = base ? readable(*base) : Tensor();
   with_compute_type(logits, [&](auto zero) {
     using T = decltype(zero);
-    const auto& kernel = table<T>(kernels());
+    const auto& kernel = kernels<SampleMaskKernels<T>>();
     MaskArgs<T> args = mask_args<T>(l, w, first, samples, seed, stream, tau);
     args.grad = g.const_data_ptr<T>();
     args.base = base ? b.const_data_ptr<T>() : nullptr;
     args.grad_logits = out.data_ptr<T>();
     over_weights<T>(l.numel(), samples, 3, logits,
-                    [&](int64_t begin, int64_t end) { kernel.sample_mask_backward(args, begin, end); });
+                    [&](int64_t begin, int64_t end) { kernel.backward(args, begin, end); });
   });
   return in_type(out, logits.scalar_type());
 }

@@ -1,4 +1,35 @@
-// Masks over weights, drawn and applied. Included once per ISA by instantiate.h.
+// Masks over weights, drawn and applied.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+// Masks over `count` weights: noise of samples first .. first + samples - 1.
+template <typename T>
+struct MaskArgs {
+  int64_t count, first, samples, seed;
+  uint32_t stream;
+  double tau;
+  const T *logits, *weight;  // [P], the weight may be null
+  T* out;                    // [S, P], forward only
+  const T *grad, *base;      // [S, P], [P] or null, backward only
+  T* grad_logits;            // [P]
+};
+
+template <typename T>
+struct SampleMaskKernels {
+  void (*forward)(const MaskArgs<T>&, int64_t begin, int64_t end);
+  void (*backward)(const MaskArgs<T>&, int64_t begin, int64_t end);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/vec.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 // ---- noise: words of the Philox contract, many groups of four at a time
 
@@ -436,3 +467,27 @@ void sample_mask_backward(const MaskArgs<T>& args, int64_t begin, int64_t end) {
           (args.weight ? sum[i] * args.weight[at + i] : sum[i]) + (args.base ? args.base[at + i] : T(0));
   }
 }
+
+FASTMOD_KERNELS(SampleMaskKernels, .forward = sample_mask_forward<T>, .backward = sample_mask_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+inline void check_sample_mask(const at::Tensor& logits, const std::optional<at::Tensor>& weight,
+                              const at::Tensor& seed, int64_t first, int64_t samples, int64_t stream) {
+  check_float(logits, "logits");
+  check_mask_noise(seed, first, samples, stream);
+  if (!weight) return;
+  check_like(logits, *weight, "weight");
+  TORCH_CHECK_VALUE(weight->sizes() == logits.sizes(), "weight: expected the shape of logits, ", logits.sizes(),
+                    ", got ", weight->sizes());
+}
+
+}  // namespace fastmod
+
+#endif

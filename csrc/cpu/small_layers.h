@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/images.h"
+#include "cpu/inverted_residual_kernel.h"
 
 namespace fastmod::cpu {
 
@@ -65,7 +66,7 @@ struct Dense {
   Dense(at::TensorList params, int64_t at, int64_t batch_, double eps)
       : tasks(params[at].size(0)), batch(batch_), in(params[at].numel() / (tasks * params[at].size(1))), out(params[at].size(1)),
         weight(readable(params[at])), norm(params[at + 1], params[at + 2], double(batch_), eps) {
-    const int64_t lanes = table<T>(kernels()).lanes;
+    const int64_t lanes = kernels<VectorKernels<T>>().lanes;
     in_columns = (in + lanes - 1) / lanes * lanes;
     out_columns = (out + lanes - 1) / lanes * lanes;
   }
@@ -75,8 +76,9 @@ struct Dense {
     const at::Tensor w = padded<T>(weight, out, in, out_columns, true, nullptr);
     T* values = raw.data_ptr<T>();
     for (int64_t t = 0; t < tasks; ++t)
-      table<T>(kernels()).multiply(batch, in, input + t * batch * in, w.const_data_ptr<T>() + t * in * out_columns,
-                                   out_columns, out, values + t * batch * out);
+      kernels<InvertedResidualKernels<T>>().multiply(batch, in, input + t * batch * in,
+                                                     w.const_data_ptr<T>() + t * in * out_columns, out_columns, out,
+                                                     values + t * batch * out);
     T *mean = norm.mean.template data_ptr<T>(), *var = norm.var.template data_ptr<T>();
     std::vector<double> sum(out), square(out);
     for (int64_t t = 0; t < tasks; ++t) {
@@ -128,7 +130,7 @@ struct Dense {
         for (int64_t c = 0; c < out; ++c)
           g[b * out + c] = factors[c] * ((g[b * out + c] - factors[out + c]) -
                                          factors[2 * out + c] * (values[b * out + c] - mean[c]));
-      const auto& kernel = table<T>(kernels());
+      const auto& kernel = kernels<InvertedResidualKernels<T>>();
       kernel.multiply(batch, out, g, w.const_data_ptr<T>() + t * out * in_columns, in_columns, in,
                       grad_input.data_ptr<T>() + t * batch * in);
       T* sums = packed.zero_().data_ptr<T>();

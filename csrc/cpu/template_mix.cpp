@@ -2,6 +2,7 @@
 #include <ATen/Functions.h>
 
 #include "cpu/host.h"
+#include "cpu/template_mix_kernel.h"
 
 namespace fastmod::cpu {
 namespace {
@@ -76,9 +77,9 @@ Tensor template_mix_forward(const Tensor& logits, const Tensor& bank, int64_t mi
       Problem<T> problem(logits, bank, mixing);
       auto& args = problem.args;
       args.out = out.data_ptr<T>();
-      const auto& kernel = table<T>(kernels());
+      const auto& kernel = kernels<TemplateMixKernels<T>>();
       for_each<T>((args.size + args.tile - 1) / args.tile, problem.cycles(args.tile), 0, bank, [&](int64_t i, T*) {
-        kernel.template_mix_forward(args, i * args.tile, std::min(args.tile, args.size - i * args.tile));
+        kernel.forward(args, i * args.tile, std::min(args.tile, args.size - i * args.tile));
       });
     });
   return in_type(out, bank.scalar_type());
@@ -112,11 +113,10 @@ std::vector<Tensor> template_mix_backward(const Tensor& grad, const Tensor& logi
     const int64_t parts = (args.size + share - 1) / share, count = logits.numel();
     const Tensor sums = needs[0] ? empty_wide({parts, count}, bank) : Tensor();
     T* sum = needs[0] ? sums.data_ptr<T>() : nullptr;
-    const auto& kernel = table<T>(kernels());
-    const int64_t scratch_size = needs[0] ? kernel.template_mix_scratch(args) : 0;
+    const auto& kernel = kernels<TemplateMixKernels<T>>();
+    const int64_t scratch_size = needs[0] ? kernel.scratch(args) : 0;
     for_each<T>(parts, 2 * problem.cycles(share), scratch_size, bank, [&](int64_t i, T* scratch) {
-      kernel.template_mix_backward(args, i * share, std::min(args.size, (i + 1) * share),
-                                   sum ? sum + i * count : nullptr, scratch);
+      kernel.backward(args, i * share, std::min(args.size, (i + 1) * share), sum ? sum + i * count : nullptr, scratch);
     });
     if (needs[1]) result[1] = in_type(grad_bank, type);
     if (!needs[0]) return;

@@ -1,4 +1,35 @@
-// Weights of layers as mixtures of templates. Included once per ISA by instantiate.h.
+// Weights of layers as mixtures of templates.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+// Mixtures of templates: weights [R, K] times bank [K, P].
+template <typename T>
+struct TemplateMixArgs {
+  int64_t rows, templates, size;
+  int64_t tile;  // columns of the bank that stay in cache for all rows
+  const T *weights, *bank;
+  T* out;         // [R, P], forward only
+  const T* grad;  // [R, P], backward only
+  T* grad_bank;   // or null
+};
+
+template <typename T>
+struct TemplateMixKernels {
+  void (*forward)(const TemplateMixArgs<T>&, int64_t first, int64_t columns);
+  int64_t (*scratch)(const TemplateMixArgs<T>&);
+  void (*backward)(const TemplateMixArgs<T>&, int64_t first, int64_t end, T* grad_weights, T* scratch);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/gemm.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 template <typename T>
 void template_mix_forward(const TemplateMixArgs<T>& args, int64_t first, int64_t columns) {
@@ -34,3 +65,27 @@ void template_mix_backward(const TemplateMixArgs<T>& args, int64_t first, int64_
     }
   }
 }
+
+FASTMOD_KERNELS(TemplateMixKernels, .forward = template_mix_forward<T>, .scratch = template_mix_scratch<T>,
+                .backward = template_mix_backward<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#else
+
+#include "checks.h"
+
+namespace fastmod {
+
+inline void check_template_mix(const at::Tensor& logits, const at::Tensor& bank, int64_t mixing) {
+  check_bank(bank);
+  check_logits(logits);
+  check_like(bank, logits, "logits");
+  TORCH_CHECK_VALUE(logits.size(-1) == bank.size(0), "logits: expected [..., ", bank.size(0), "], got ",
+                    logits.sizes());
+  TORCH_CHECK_VALUE(mixing >= 0 && mixing <= 2, "mixing: expected 0 (softmax), 1 (tanh) or 2 (none), got ", mixing);
+}
+
+}  // namespace fastmod
+
+#endif

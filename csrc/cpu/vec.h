@@ -1,4 +1,29 @@
-// Vectors of one instruction set: loads, stores, exp, log, transposes. Included once per ISA by instantiate.h.
+// Vectors of one instruction set: loads, stores, exp, log, transposes.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+template <typename T>
+struct VectorKernels {
+  int64_t lanes;
+  void (*transpose)(const T* source, int64_t source_stride, int64_t rows, int64_t columns, T* target,
+                    int64_t target_stride);
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+namespace fastmod::cpu::FASTMOD_ISA {
+
+template <typename Table>
+extern const Table filled;  // see FASTMOD_KERNELS
+template <typename Table>
+const Table& compiled() {
+  return filled<Table>;
+}
 
 template <typename T>
 struct Vector {
@@ -12,9 +37,6 @@ template <typename T>
 constexpr int kLanes = Vector<T>::size;
 
 typedef int32_t IntVec __attribute__((vector_size(FASTMOD_VECTOR_BYTES)));
-
-#define FASTMOD_INLINE inline __attribute__((always_inline))
-#define FASTMOD_INLINE_LAMBDA __attribute__((always_inline))
 
 template <typename T>
 FASTMOD_INLINE Vec<T> load(const T* p) {
@@ -288,3 +310,9 @@ FASTMOD_INLINE void prefetch(const T* data, int64_t count) {
 #pragma GCC unroll 8
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(data + i, kWrite);
 }
+
+FASTMOD_KERNELS(VectorKernels, .lanes = kLanes<T>, .transpose = transpose<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#endif

@@ -1,5 +1,4 @@
-// Winograd's F(2x2, 3x3): a 3x3 convolution of stride 1 with 16 products for 4 pixels instead of 36. Included once per ISA
-// by instantiate.h.
+// Winograd's F(2x2, 3x3): a 3x3 convolution of stride 1 with 16 products for 4 pixels instead of 36.
 //
 // 4x4 patches of the image, which overlap by two, and the taps become 16 values each; a tile of 2x2 pixels then is a
 // product of matrices for each of the 16, and a sum. All factors are 1 and 1/2: as exact as the direct way. Gradients are
@@ -7,6 +6,25 @@
 //
 // Why: on one thread of a Zen 4, forward, 64 images, the direct way took 14.4 (4 experts of 16 channels, 32 px), 6.4 (2 of
 // 32, 16 px) and 2.9 ms (64, 8 px), this one 9.7, 3.8 and 1.7; oneDNN's convolution alone 12.2, 5.5 and 2.4.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace fastmod::cpu {
+
+template <typename T>
+struct WinogradKernels {
+  void (*weights)(const T* taps, int64_t count, T* out);        // [9, count] -> [16, count]
+  void (*weight_grads)(const T* grads, int64_t count, T* out);  // and back, as its gradient
+};
+
+}  // namespace fastmod::cpu
+
+#ifdef FASTMOD_ISA
+
+#include "cpu/conv.h"
+
+namespace fastmod::cpu::FASTMOD_ISA {
 
 constexpr int64_t kWinogradTiles = 32;  // that one call transforms at most
 
@@ -247,3 +265,9 @@ void winograd_weight_sums(const T* source, int64_t line, int64_t channels, const
                      {16, count * channels, channels * columns, count * out_channels, first == 0 ? soon : Soon<T>{}});
   }
 }
+
+FASTMOD_KERNELS(WinogradKernels, .weights = winograd_weights<T>, .weight_grads = winograd_weight_grads<T>);
+
+}  // namespace fastmod::cpu::FASTMOD_ISA
+
+#endif

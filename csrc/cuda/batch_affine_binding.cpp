@@ -1,5 +1,6 @@
 // batch_affine on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
 #include "binding.h"
+#include "../cpu/batch_affine.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

@@ -121,7 +121,7 @@ inline Tensor dense(const OptionalTensor& tensor) {
 
 // ---- stacks of MFNNRs: smfr_binding.cpp serves those that fit in three launches, mfnnr_binding.cpp others
 //
-// Parameters, x, temperatures and seeds may have copies in front (checks.h), and results have them then.
+// Parameters, x, temperatures and seeds may have copies in front (MfnnrSizes), and results have them then.
 
 struct StackedLayer {
   TensorList route, update;

@@ -1,5 +1,6 @@
 // gated_residual on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
 #include "binding.h"
+#include "../cpu/gated_residual_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

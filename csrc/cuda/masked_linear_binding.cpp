@@ -1,5 +1,6 @@
 // masked_linear on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
+#include "../cpu/masked_linear_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

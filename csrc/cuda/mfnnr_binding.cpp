@@ -2,6 +2,7 @@
 // launch for each linear layer, by the kernels of mfnnr.cu. Nothing is cast and nothing but those kernels is launched, save
 // that several nets at once are served one after the other, and their results put together.
 #include "image_binding.h"
+#include "../cpu/mfnnr_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

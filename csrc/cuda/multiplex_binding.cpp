@@ -1,10 +1,11 @@
 // multiplex on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
+#include "../cpu/multiplex_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
 
-// copies: see checks.h.
+// copies: see check_multiplex.
 Shape multiplex_shape(const Tensor& blocks, const Tensor& logits, int64_t copies) {
   const int64_t each = copies ? copies : 1;
   return {leading_size(blocks, 2) / each, blocks.size(-2), logits.size(-1), blocks.size(-1), each};

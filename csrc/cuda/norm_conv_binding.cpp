@@ -1,6 +1,7 @@
 // norm_conv on CUDA tensors, alone (norm_conv_*) or several with their batch norms at once (norm_convs_*): arguments laid
 // out, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
+#include "../cpu/norm_conv_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

@@ -1,5 +1,6 @@
 // norm_pool on CUDA tensors: arguments laid out, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
+#include "../cpu/norm_pool_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

@@ -1,5 +1,6 @@
 // norm_sum on CUDA tensors: arguments laid out, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
+#include "../cpu/norm_sum_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

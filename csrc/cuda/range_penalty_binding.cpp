@@ -1,5 +1,6 @@
 // range_penalty on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
 #include "binding.h"
+#include "../cpu/range_penalty_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

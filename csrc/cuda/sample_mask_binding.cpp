@@ -1,5 +1,6 @@
 // sample_mask on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
 #include "binding.h"
+#include "../cpu/sample_mask_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

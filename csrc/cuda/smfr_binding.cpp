@@ -1,5 +1,6 @@
 // smfr on CUDA tensors: a stack of MFNNRs in three launches where smfr.cu can serve it, else layer by layer.
 #include "image_binding.h"
+#include "../cpu/mfnnr_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

@@ -1,5 +1,6 @@
 // template_mix on CUDA tensors: arguments made contiguous, outputs allocated, kernels launched and checked.
 #include "binding.h"
+#include "../cpu/template_mix_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {

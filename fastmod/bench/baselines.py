@@ -5,7 +5,6 @@ Parameters carry the names of ``fastmod.nn``, so that ``load_state_dict`` moves 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -84,38 +83,6 @@ def masked_conv2d(x: Tensor, weight: Tensor, logits: Tensor, samples: int, *, dr
 
 def template_mix(logits: Tensor, bank: Tensor) -> Tensor:
     return logits.softmax(-1) @ bank
-
-
-def cluster_penalty(logits: Tensor, bank: Tensor) -> Tensor:
-    xi = logits.softmax(-1)  # [L, K]
-    apart = (xi @ bank).unsqueeze(1) - bank  # [L, K, P]
-    return (xi * apart.norm(dim=-1)).sum()
-
-
-def entropy_penalty(logits: Tensor) -> Tensor:
-    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
-
-
-def norm_pool(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return torch.relu(x * scale[..., None, None] + shift[..., None, None]).mean((-1, -2))
-
-
-def inverted_residual(x: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Of one task, ``x`` [B, 1, C, H, W], with squeeze-excite, as the block is written with torch's functions."""
-    expand, depthwise, squeeze, excite, project = (
-        (weight[0], norm[0], bias[0])
-        for weight, norm, bias in zip(params[::3], params[1::3], params[2::3], strict=True)
-    )
-    inner = depthwise[0].shape[0]
-
-    def conv(value: Tensor, layer: tuple[Tensor, ...], groups: int = 1) -> Tensor:
-        weight = layer[0].unsqueeze(1) if groups > 1 else layer[0][..., None, None]
-        found = F.conv2d(value, weight, padding=weight.shape[-1] // 2, groups=groups)
-        return F.batch_norm(found, None, None, layer[1], layer[2], training=True)
-
-    y = conv(conv(x.squeeze(1), expand).relu(), depthwise, inner).relu()
-    gate = conv(conv(y.mean((2, 3), keepdim=True), squeeze).relu(), excite).sigmoid()
-    return x + conv(y * gate, project).unsqueeze(1)
 
 
 def _fnn(inputs: int, outputs: int, hidden: int, layers: int) -> nn.ModuleList:

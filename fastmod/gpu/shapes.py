@@ -1,11 +1,14 @@
-"""The papers' shapes of every op: what launches, bytes, multiply-adds and times are told of."""
+"""The papers' shapes of every op: what launches, bytes, multiply-adds and times are told of.
+
+``SHAPES`` of the files in ``fastmod/ops``, and those that are made here.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,44 +17,8 @@ from torch import Tensor
 
 from fastmod import ops
 from fastmod.bench import baselines
-from fastmod.samples import Sample, fnn_shapes
-
-Call = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class Shape(Sample):
-    """``label`` is what tables show; without commas, as they are also csv."""
-
-    products: int = 0  # multiply-adds of the forward that are matrix products; the backward has twice as many
-    wide: tuple[int, ...] = ()  # tensors that are fp32 where others are bf16 or fp16: those of batch norm
-    #: The same as one writes it without fastmod: what is launched, not what comes out where there is noise.
-    plain: Call | None = None
-    copies: int = 0  # of nets: all tensors have them in front
-
-    @property
-    def name(self) -> str:
-        return f"{self.op} {self.label}"
-
-    def tensors(self, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> list[Tensor]:
-        """Matrices of an FNN are as large as a layer's own: else a stack of them would be chaotic."""
-        values = super().tensors(dtype=dtype, device=device, seed=seed)
-        for i, value in enumerate(values):
-            wide = i in self.wide and dtype.itemsize == 2
-            matrix = value.dim() == (3 if self.copies else 2)
-            scale = value.shape[-1] ** -0.5 if self.op in ("smfr", "mfnnr") and matrix else 1.0
-            variance = self.op == "batch_affine" and i == 1
-            if wide or variance or scale != 1.0:
-                made = value.detach().to(torch.float32 if wide else dtype) * scale
-                values[i] = (made.square() + 0.5 if variance else made).requires_grad_()
-        return values
-
-    def bytes_moved(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Of forward and backward, if every input is read once and every result written once."""
-        kinds = [torch.float32 if i in self.wide else dtype for i in range(len(self.shapes))]
-        tensors = [torch.empty(size, dtype=kind, device="meta") for size, kind in zip(self.shapes, kinds, strict=True)]
-        inputs, outputs = (sum(value.nbytes for value in some) for some in (tensors, self.call(tensors)))
-        return inputs + outputs, 2 * inputs + outputs
+from fastmod.ops._samples import Call, Shape, fnn_shapes
+from fastmod.samples import declared
 
 
 @functools.cache
@@ -233,62 +200,54 @@ def norm_sum(batch: int, experts: int, channels: int, size: int) -> Shape:
     return Shape("norm_sum", label, (images, affine, affine, images, (batch, experts)), call, 0, (1, 2), plain)
 
 
-def gated_residual(batch: int, n: int, d: int) -> Shape:
-    shapes = ((batch, n, d), (batch, n, d), (batch, n))
-    plain = _call(baselines.gated_residual)
-    return Shape("gated_residual", f"B{batch} N{n} D{d}", shapes, _call(ops.gated_residual), 0, (), plain)
-
-
-def range_penalty(*shapes: tuple[int, ...]) -> Shape:
-    label = " + ".join("x".join(map(str, shape)) for shape in shapes)
-    return Shape("range_penalty", label, shapes, _call(ops.range_penalty), 0, (), _call(baselines.range_penalty))
-
-
-def template_mix(rows: int, templates: int, size: int) -> Shape:
-    label = f"L{rows} K{templates} P{size}"
-    shapes = ((rows, templates), (templates, size))
-    plain = _call(baselines.template_mix)
-    return Shape(
-        "template_mix", label, shapes, lambda t: [ops.template_mix(t[0], t[1])], rows * templates * size, (), plain
-    )
-
-
-def _batch_affine(t: Sequence[Tensor]) -> Sequence[Tensor]:
-    return list(ops.batch_affine(t[0], t[1], t[2], t[3], count=1024, training=True))
-
-
-SHAPES: tuple[Shape, ...] = (
-    smfr(128, (6, 8, 8, 8, 5), 10, (100,)),
-    smfr(128, (6, *[8] * 10, 5), 10, (100,)),
-    smfr(1024, (6, 8, 8, 8, 5), 10, (100,)),
-    smfr(128, (6, 8, 8, 8, 5), 10, (100,), "gumbel"),
-    smfr(128, (6, 8, 8, 8, 5), 10, (100,), copies=8),
-    smfr(128, (6, 8, 8, 8, 5), 10, (100,), "gumbel", copies=8),
-    smfr(128, (5, 4, 1), 196, (400,) * 4),
-    smfr(128, (8, 8), 10, (100,)),
-    smfr(128, (8, 8), 10, (100,), copies=8),
-    smfr(128, (5, 4), 196, (400,)),
-    smfr(128, (5, 4), 196, (400,) * 4),
-    multiplex(128, 6, 8, 10),
-    multiplex(1024, 8, 8, 10, "gumbel"),
-    multiplex(4096, 16, 16, 32),
-    multiplex(512, 5, 4, 196),
-    gated_residual(1024, 8, 10),
-    range_penalty((1024, 8, 8), (1024, 8)),
-    sample_mask(4_000_000, 4),
-    masked_linear(128, 2000, 2000, 4),
-    masked_linear(128, 400, 400, 4),
-    masked_linear(512, 400, 400, 4),
-    masked_linear_copies(8, 128, 400, 400, 4),
-    masked_conv2d(128, 32, 32, 64, 4),
-    norm_conv(64, 4, 16, 16, 32),
-    norm_conv(64, 2, 16, 32, 32, 2),
-    norm_conv(64, 1, 64, 64, 8),
-    norm_sum(64, 4, 16, 32),
-    Shape(
-        "batch_affine", "E4 64 channels", ((4, 64),) * 4, _batch_affine, 0, (0, 1, 2, 3), _call(baselines.batch_affine)
+#: Of ops that take more than a line each.
+_BUILT: dict[str, tuple[Shape, ...]] = {
+    "smfr": (
+        smfr(128, (6, 8, 8, 8, 5), 10, (100,)),
+        smfr(128, (6, *[8] * 10, 5), 10, (100,)),
+        smfr(1024, (6, 8, 8, 8, 5), 10, (100,)),
+        smfr(128, (6, 8, 8, 8, 5), 10, (100,), "gumbel"),
+        smfr(128, (6, 8, 8, 8, 5), 10, (100,), copies=8),
+        smfr(128, (6, 8, 8, 8, 5), 10, (100,), "gumbel", copies=8),
+        smfr(128, (5, 4, 1), 196, (400,) * 4),
     ),
-    template_mix(16, 4, 20000),
+    "mfnnr": (
+        smfr(128, (8, 8), 10, (100,)),
+        smfr(128, (8, 8), 10, (100,), copies=8),
+        smfr(128, (5, 4), 196, (400,)),
+        smfr(128, (5, 4), 196, (400,) * 4),
+    ),
+    "multiplex": (
+        multiplex(128, 6, 8, 10),
+        multiplex(1024, 8, 8, 10, "gumbel"),
+        multiplex(4096, 16, 16, 32),
+        multiplex(512, 5, 4, 196),
+    ),
+    "sample_mask": (sample_mask(4_000_000, 4),),
+    "masked_linear": (
+        masked_linear(128, 2000, 2000, 4),
+        masked_linear(128, 400, 400, 4),
+        masked_linear(512, 400, 400, 4),
+        masked_linear_copies(8, 128, 400, 400, 4),
+    ),
+    "masked_conv2d": (masked_conv2d(128, 32, 32, 64, 4),),
+    "norm_conv": (
+        norm_conv(64, 4, 16, 16, 32),
+        norm_conv(64, 2, 16, 32, 32, 2),
+        norm_conv(64, 1, 64, 64, 8),
+    ),
+    "norm_sum": (norm_sum(64, 4, 16, 32),),
+}
+
+
+def _beside_plain(shape: Shape) -> Shape:
+    """With what the baselines have of that name, if it does not say itself how it is written without fastmod."""
+    function = getattr(baselines, shape.op, None)
+    return shape if shape.plain or function is None else replace(shape, plain=_call(function))
+
+
+SHAPES: tuple[Shape, ...] = tuple(
+    shape for op, own in declared("SHAPES") for shape in (*_BUILT.get(op, ()), *map(_beside_plain, own))
 )
 
 

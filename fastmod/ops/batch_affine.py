@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fastmod import backend
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample, Shape
 
 
 class Affine(NamedTuple):
@@ -243,3 +245,22 @@ def _run(
     if _autograd.wanted(*tensors[:4]):
         return _autograd.apply(BatchAffine, triton, (count, momentum, eps), *tensors)
     return FORWARD[triton](*tensors, count, momentum, eps)
+
+
+def _sampled(t: Sequence[Tensor]) -> Sequence[Tensor]:
+    return list(batch_affine(t[0], t[1].square() + 0.5, *t[2:], count=7, training=True))
+
+
+SAMPLES = (
+    Sample("batch_affine", "odd", ((3, 5), (3, 5), (3, 5), (3, 5)), _sampled),
+    Sample("batch_affine", "no parameters", ((7,), (7,)), _sampled),
+)
+SHAPES = (
+    Shape(
+        "batch_affine",
+        "E4 64 channels",
+        ((4, 64),) * 4,
+        lambda t: list(batch_affine(t[0], t[1], t[2], t[3], count=1024, training=True)),
+        wide=(0, 1, 2, 3),
+    ),
+)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from fastmod import backend
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample
 from fastmod.ops.template_mix import check_mixture
 
 
@@ -80,3 +81,8 @@ FORWARD = _autograd.define("cluster_penalty_forward(Tensor bank) -> Tensor", fak
 BACKWARD = _autograd.define("cluster_penalty_backward(Tensor grad, Tensor bank) -> Tensor", fake_backward)
 
 _run = _autograd.from_kernels("Distances", FORWARD, BACKWARD, distances, 1)
+
+SAMPLES = (
+    Sample("cluster_penalty", "odd", ((2, 3, 5), (5, 7)), lambda t: [cluster_penalty(t[0], t[1])]),
+    Sample("cluster_penalty", "squared", ((3, 4), (4, 9)), lambda t: [cluster_penalty(t[0], t[1], squared=True)]),
+)

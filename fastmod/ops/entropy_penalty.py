@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample
 from fastmod.ops.template_mix import check_logits
 
 
@@ -79,3 +80,5 @@ FORWARD = _autograd.define("entropy_penalty_forward(Tensor logits) -> Tensor", f
 BACKWARD = _autograd.define("entropy_penalty_backward(Tensor grad, Tensor logits) -> Tensor", fake_backward)
 
 _run = _autograd.from_kernels("EntropyPenalty", FORWARD, BACKWARD, reference, 1)
+
+SAMPLES = (Sample("entropy_penalty", "odd", ((2, 3, 5),), lambda t: [entropy_penalty(t[0])]),)

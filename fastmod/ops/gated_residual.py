@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample, Shape
 
 
 def gated_residual(x: Tensor, new: Tensor, gate: Tensor) -> Tensor:
@@ -81,3 +82,16 @@ BACKWARD = _autograd.define(
 )
 
 _run = _autograd.from_kernels("GatedResidual", FORWARD, BACKWARD, reference, 3)
+
+SAMPLES = (
+    Sample("gated_residual", "odd", ((3, 5, 7), (3, 5, 7), (3, 5)), lambda t: [gated_residual(*t)]),
+    Sample("gated_residual", "one block", ((1, 1), (1, 1), (1,)), lambda t: [gated_residual(*t)]),
+)
+SHAPES = (
+    Shape(
+        "gated_residual",
+        "B1024 N8 D10",
+        ((1024, 8, 10), (1024, 8, 10), (1024, 8)),
+        lambda t: [gated_residual(*t)],
+    ),
+)

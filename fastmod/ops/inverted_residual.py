@@ -12,6 +12,7 @@ from torch import Tensor
 from fastmod import backend
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _images
+from fastmod.ops._samples import Sample
 
 #: Names of the convolutions in the order of ``params``; the middle two are left out without squeeze-excite.
 CONVOLUTIONS = ("expand", "depthwise", "squeeze", "excite", "project")
@@ -303,3 +304,20 @@ def _run(x: Tensor, params: list[Tensor], eps: float, triton: bool) -> tuple[Ten
     else:
         y, stats, _ = FORWARD[triton](x, params, eps)
     return y, stats
+
+
+def _sample(label: str, x: tuple[int, ...], expanded: int, squeezed: int) -> Sample:
+    """Tensors: x, then weight and batch norm of every convolution."""
+    tasks, channels = x[1:3]
+    weights: list[tuple[int, ...]] = [(tasks, expanded, channels), (tasks, expanded, 3, 3)]
+    weights += [(tasks, squeezed, expanded), (tasks, expanded, squeezed)] if squeezed else []
+    weights += [(tasks, channels, expanded)]
+    shapes = [shape for weight in weights for shape in (weight, weight[:2], weight[:2])]
+    call = lambda t: [inverted_residual(t[0], list(t[1:])).y]  # noqa: E731
+    return Sample("inverted_residual", label, (x, *shapes), call)
+
+
+SAMPLES = (
+    _sample("odd", (7, 2, 3, 3, 2), 5, 0),
+    _sample("squeeze-excite", (9, 1, 2, 2, 3), 7, 3),
+)

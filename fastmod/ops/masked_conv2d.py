@@ -12,6 +12,7 @@ from fastmod import backend, noise
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _masked
 from fastmod.ops._masked import Draws
+from fastmod.ops._samples import Sample
 
 
 def masked_conv2d(
@@ -409,3 +410,20 @@ def _run(
         return _autograd.apply(MaskedConv2d, own, *tensors) if _autograd.wanted(*tensors) else own.forward(*tensors)
     geometry = Convolution(stride, padding, dilation, groups)
     return _masked.run(geometry, Draws(triton, first, samples, tau), False, *tensors)
+
+
+def _grouped(t: Sequence[Tensor]) -> Sequence[Tensor]:
+    x, weight, logits, bias, bias_logits = t
+    geometry: dict[str, Any] = {"stride": (1, 2), "padding": 1, "groups": 2}
+    return [masked_conv2d(x, weight, logits, 3, bias=bias, bias_logits=bias_logits, seed=7, **geometry)]
+
+
+SAMPLES = (
+    Sample(
+        "masked_conv2d",
+        "plain bias, cold",
+        ((4, 3, 5, 4), (2, 3, 3, 1), (2, 3, 3, 1), (2,)),
+        lambda t: [masked_conv2d(t[0], t[1], t[2], 2, bias=t[3], seed=7, tau=0.5)],
+    ),
+    Sample("masked_conv2d", "groups, masked bias", ((3, 4, 5, 7), (6, 2, 3, 3), (6, 2, 3, 3), (6,), (6,)), _grouped),
+)

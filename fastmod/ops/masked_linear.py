@@ -12,6 +12,7 @@ from fastmod import _extension, backend, noise
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _masked
 from fastmod.ops._masked import Draws
+from fastmod.ops._samples import Sample
 
 
 def masked_linear(
@@ -284,3 +285,14 @@ def _run(
         _check(x, weight, logits, bias, bias_logits, samples)  # torch broadcasts where the kernels refuse
     draws = Draws(triton, first, samples, tau, low)
     return _masked.run(LINEAR, draws, at_once, x, weight, logits, bias, bias_logits, seed)
+
+
+SAMPLES = (
+    Sample("masked_linear", "odd", ((6, 7), (5, 7), (5, 7)), lambda t: [masked_linear(t[0], t[1], t[2], 3, seed=7)]),
+    Sample(
+        "masked_linear",
+        "masked bias, cold",
+        ((4, 3, 7), (5, 7), (5, 7), (5,), (5,)),
+        lambda t: [masked_linear(t[0], t[1], t[2], 2, bias=t[3], bias_logits=t[4], seed=7, tau=0.5)],
+    ),
+)

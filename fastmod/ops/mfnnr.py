@@ -12,6 +12,7 @@ from torch import Tensor
 from fastmod import backend
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample, fnn_shapes
 from fastmod.ops.gated_residual import reference as gated_residual_reference
 from fastmod.ops.multiplex import MODES, mode_code, seed_for
 from fastmod.ops.multiplex import reference as multiplex_reference
@@ -421,3 +422,31 @@ def _run(
     if _autograd.wanted(x, *route, *update, tau):
         return _node((triton, len(route), tau_value, mode, context, threshold, low), x, tau, seed, *route, *update)
     return FORWARD[triton](x, route, update, tau, tau_value, seed, mode, context, threshold, False, low)[:4]
+
+
+def _sample(label: str, route: Sequence[int], update: Sequence[int], m: int, d: int, mode: str) -> Sample:
+    """Tensors: x, then both FNNs, then tau; with context when ``update`` reads more than the routed blocks."""
+    n = route[-1] // m
+    cut = 1 + 2 * (len(route) - 1)
+
+    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        result = mfnnr(
+            tensors[0],
+            list(tensors[1:cut]),
+            list(tensors[cut:-1]),
+            context=update[0] == (n + m) * d,
+            mode=mode,
+            tau=tensors[-1],
+            seed=7,
+            threshold=0.5,
+        )
+        return [result.out, result.penalty]
+
+    return Sample("mfnnr", label, ((3, m, d), *fnn_shapes(*route), *fnn_shapes(*update), ()), call)
+
+
+SAMPLES = (
+    _sample("softmax", (35, 9, 15), (56, 9, 24), 5, 7, "softmax"),
+    _sample("two layers, no context", (6, 11, 5, 6), (4, 3, 7, 6), 3, 2, "softmax"),
+    _sample("gumbel", (35, 9, 15), (56, 9, 24), 5, 7, "gumbel"),
+)

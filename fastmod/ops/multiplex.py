@@ -10,6 +10,7 @@ from torch import Tensor
 from fastmod import backend, noise
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample
 
 #: Routing modes and the integers by which the kernels know them.
 MODES = {"softmax": 0, "gumbel": 1, "argmax": 2}
@@ -251,3 +252,21 @@ def _run(
     if _autograd.wanted(blocks, logits, tau):
         return _autograd.apply(Multiplex, triton, tau_value, mode, rounding, blocks, logits, tau, seed)
     return FORWARD[triton](blocks, logits, tau, tau_value, seed, mode, *rounding)
+
+
+SAMPLES = (
+    Sample("multiplex", "softmax", ((3, 5, 7), (3, 5, 3), ()), lambda t: [multiplex(t[0], t[1], tau=t[2])]),
+    Sample("multiplex", "one block", ((2, 3, 1, 1), (2, 3, 1, 5)), lambda t: [multiplex(t[0], t[1])]),
+    Sample(
+        "multiplex",
+        "gumbel",
+        ((7, 3, 5), (7, 3, 9), ()),
+        lambda t: [multiplex(t[0], t[1], mode="gumbel", tau=t[2], seed=7)],
+    ),
+    Sample(
+        "multiplex",
+        "argmax, permuted",
+        ((5, 3, 4), (9, 3, 4)),
+        lambda t: [multiplex(t[0].permute(2, 1, 0), t[1].permute(2, 1, 0), mode="argmax")],
+    ),
+)

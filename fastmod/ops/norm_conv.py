@@ -12,6 +12,7 @@ from torch import Tensor
 from fastmod import backend
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks, _images
+from fastmod.ops._samples import Sample
 
 
 class NormConvOutput(NamedTuple):
@@ -312,3 +313,27 @@ def _run(
     if _autograd.wanted(*tensors):
         return _autograd.apply(NormConv, triton, Form(relu, stride, depthwise), stats, *tensors)
     return FORWARD[triton](*tensors, relu, stride, depthwise, stats)
+
+
+def _sample(
+    label: str, x: tuple[int, ...], weight: tuple[int, ...], affine: tuple[int, ...] | None, **how: Any
+) -> Sample:
+    """Tensors: x, weight, scale and shift if ``affine``, and with stride 2 channel_gate and bias."""
+    shapes = [x, weight, *([affine, affine] if affine else [])]
+    full = how.get("stride") == 2
+    shapes += [(x[0], weight[0], x[-3]), weight[:2]] if full else []
+
+    def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
+        scale, shift = t[2:4] if affine else (None, None)
+        channel_gate, bias = t[-2:] if full else (None, None)
+        found = norm_conv(t[0], t[1], scale=scale, shift=shift, channel_gate=channel_gate, bias=bias, **how)
+        return [each for each in found if each is not None]
+
+    return Sample("norm_conv", label, tuple(shapes), call)
+
+
+SAMPLES = (
+    _sample("gates, stride 2", (2, 3, 5, 4, 3), (3, 4, 5, 3, 3), (3, 5), relu=True, stride=2),
+    _sample("shared, depthwise", (2, 5, 3, 4), (2, 5, 1, 3, 3), (5,), depthwise=True),
+    _sample("1x1, no statistics", (3, 2, 3, 1, 5), (2, 7, 3, 1, 1), None, stats=False),
+)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod.ops import _autograd, _checks, _images
+from fastmod.ops._samples import Sample
 
 
 def norm_pool(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = True) -> Tensor:
@@ -68,3 +69,13 @@ BACKWARD = _autograd.define(
 )
 
 _run = _autograd.from_kernels("NormPool", FORWARD, BACKWARD, reference, 3)
+
+SAMPLES = (
+    Sample("norm_pool", "odd", ((2, 3, 5, 3, 2), (3, 5), (3, 5)), lambda t: [norm_pool(t[0], t[1], t[2])]),
+    Sample(
+        "norm_pool",
+        "no relu",
+        ((2, 1, 17, 2, 2), (1, 17), (1, 17)),
+        lambda t: [norm_pool(t[0], t[1], t[2], relu=False)],
+    ),
+)

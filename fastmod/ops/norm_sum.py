@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod.ops import _autograd, _checks, _images
+from fastmod.ops._samples import Sample
 
 
 def norm_sum(
@@ -157,3 +158,18 @@ BACKWARD = _autograd.define(
 )
 
 _run = _autograd.from_kernels("NormSum", FORWARD, BACKWARD, reference, 7)
+
+SAMPLES = (
+    Sample(
+        "norm_sum",
+        "mixture, shared residual",
+        ((2, 3, 5, 3, 4), (3, 5), (3, 5), (2, 5, 3, 4), (3, 5), (3, 5), (2, 3)),
+        lambda t: [norm_sum(*t[:6], gate=t[6])],
+    ),
+    Sample(
+        "norm_sum",
+        "no residual, linear",
+        ((3, 1, 7, 1, 5), (1, 7), (1, 7)),
+        lambda t: [norm_sum(t[0], t[1], t[2], relu=False)],
+    ),
+)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastmod import backend
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample, Shape
 
 
 def range_penalty(*logits: Tensor, threshold: float = 20.0) -> Tensor:
@@ -121,3 +122,7 @@ def _run(logits: Sequence[Tensor], threshold: float, triton: bool) -> Tensor:
     if _autograd.wanted(*logits):
         return _autograd.apply(RangePenalty, triton, threshold, *logits)
     return FORWARD[triton](logits, threshold)
+
+
+SAMPLES = (Sample("range_penalty", "two tensors", ((3, 5, 7), (3,)), lambda t: [range_penalty(*t, threshold=0.5)]),)
+SHAPES = (Shape("range_penalty", "1024x8x8 + 1024x8", ((1024, 8, 8), (1024, 8)), lambda t: [range_penalty(*t)]),)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastmod import backend, noise
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample
 
 #: How many values ``word >> 9`` of the noise can take.
 WORDS = 2**23
@@ -209,3 +210,14 @@ def _run(
     if _autograd.wanted(logits, weight):
         return _autograd.apply(SampleMask, triton, first, samples, stream, tau, logits, weight, seed)
     return FORWARD[triton](logits, weight, first, samples, seed, stream)
+
+
+SAMPLES = (
+    Sample("sample_mask", "odd", ((5, 7),), lambda t: [sample_mask(t[0], 3, seed=7)]),
+    Sample(
+        "sample_mask",
+        "weights, warm, permuted",
+        ((7, 3, 5), (5, 3, 7)),
+        lambda t: [masked_weight(t[0].permute(2, 1, 0), t[1], 2, seed=-7, tau=2.0)],
+    ),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from fastmod import backend, noise
 from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
+from fastmod.ops._samples import Sample, fnn_shapes
 from fastmod.ops.mfnnr import NO_PENALTY, check_layer, penalties, with_gradient
 from fastmod.ops.mfnnr import fake_backward as mfnnr_fake_backward
 from fastmod.ops.mfnnr import fake_forward as mfnnr_fake_forward
@@ -371,3 +373,25 @@ def _run(
         return _node(numbers, x, *taus, *params, *seeds)
     found = FORWARD[triton](x, params, fnn_tensors, taus, seeds, mode, context, threshold, False, low)
     return found[0], found[1], *found[2], *found[3]
+
+
+def _sample(label: str, counts: Sequence[int], d: int, hidden: int, mode: str) -> Sample:
+    """Tensors: x, then both FNNs of every layer, then the temperatures."""
+    shapes: list[tuple[int, ...]] = [(3, counts[0], d)]
+    for m, n in pairwise(counts):
+        shapes += fnn_shapes(m * d, hidden, m * n) + fnn_shapes((n + m) * d, hidden, n * d + n)
+    depth = len(counts) - 1
+
+    def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        layers = [(list(tensors[1 + 8 * i : 5 + 8 * i]), list(tensors[5 + 8 * i : 9 + 8 * i])) for i in range(depth)]
+        taus = list(tensors[1 + 8 * depth :])
+        result = smfr(tensors[0], layers, mode=mode, taus=taus, seeds=list(range(depth)), threshold=0.5)
+        return [result.out, result.penalty]
+
+    return Sample("smfr", label, (*shapes, *[()] * depth), call)
+
+
+SAMPLES = (
+    _sample("softmax", (3, 2, 2), 3, 4, "softmax"),
+    _sample("gumbel", (2, 3), 3, 4, "gumbel"),
+)

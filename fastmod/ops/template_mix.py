@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod.ops import _autograd, _checks, _images
+from fastmod.ops._samples import Sample, Shape
 
 #: Index = the kernels' number.
 MIXINGS = ("softmax", "tanh", "none")
@@ -108,3 +109,23 @@ BACKWARD = _autograd.define(
 )
 
 _run = _autograd.from_kernels("TemplateMix", FORWARD, BACKWARD, reference, 2)
+
+SAMPLES = (
+    Sample("template_mix", "odd", ((3, 5), (5, 7)), lambda t: [template_mix(t[0], t[1])]),
+    Sample(
+        "template_mix",
+        "tanh, permuted",
+        ((5, 2, 3), (9, 5)),
+        lambda t: [template_mix(t[0].permute(1, 2, 0), t[1].T, mixing="tanh")],
+    ),
+    Sample("template_mix", "none", ((3,), (3, 21)), lambda t: [template_mix(t[0], t[1], mixing="none")]),
+)
+SHAPES = (
+    Shape(
+        "template_mix",
+        "L16 K4 P20000",
+        ((16, 4), (4, 20000)),
+        lambda t: [template_mix(t[0], t[1])],
+        products=16 * 4 * 20000,
+    ),
+)

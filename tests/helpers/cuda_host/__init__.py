@@ -77,7 +77,10 @@ def build_bindings() -> Path:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     own = ["-std=c++20", "-g0", f"-I{HERE / 'stubs'}", *(f"-isystem{path}" for path in include_paths())]
-    own.append(f"-DFASTMOD_TORCH={torch.__version__}")  # another torch, another object
+    own.append(f"-I{ROOT / 'csrc'}")
+    # Another torch, or other checks, another object: ops have theirs beside their CPU kernels.
+    checks = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((ROOT / "csrc" / "cpu").glob("*.h"))))
+    own += [f"-DFASTMOD_TORCH={torch.__version__}", f"-DFASTMOD_CHECKS={checks.hexdigest()[:16]}"]
     for path in [HERE / "bindings_host.h", *sorted((ROOT / "csrc" / "cuda").glob("*_binding.cpp"))]:
         own += ["-include", str(path)]
     sources: dict[Path, list[str]] = {path: [] for path in [*_kernels(), *_scheduler()]}
