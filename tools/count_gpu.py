@@ -137,8 +137,8 @@ CASES = (
     _products(shapes.norm_conv(1, 1, 32, 64, 16, 2), ("fp32",)),
     _products(shapes.norm_conv(2, 1, 24, 144, 8, kernel=1), ("fp32",)),
     _products(shapes.norm_conv(2, 1, 144, 24, 8, kernel=1), ("fp32",)),
-    _products(shapes.norm_conv(2, 1, 144, 144, 8, depthwise=True), ("fp32",)),
-    _products(shapes.norm_conv(1, 1, 144, 144, 16, depthwise=True), ("fp32",)),
+    _products(shapes.norm_conv(2, 1, 144, 144, 8, depthwise=True)),
+    _products(shapes.norm_conv(1, 1, 144, 144, 16, depthwise=True)),
     _pool_linear(4, 32, 8, 10),
     _squeeze_excite(4, 1, 48, 8, 12),
 )
