@@ -87,6 +87,14 @@ def _masked_columns(launch: recorder.Launch) -> tuple[Sequence[int], int]:
     return range(3, launch.grid[0], across), 4 * 64 * 2000
 
 
+def _first_images(launch: recorder.Launch) -> tuple[Sequence[int], int]:
+    """Of 64 to 64 channels, 3x3, 48 images of 16 px, two tiles of pixels each: the blocks of the first four images.
+    Of the gradient of the weight, whose blocks share the images, none."""
+    tiles = 96
+    columns = 0 if "weight" in launch.name else launch.grid[0] // tiles
+    return [column * tiles + tile for column in range(columns) for tile in range(8)], 4 * 16 * 16 * 64 * 64 * 9
+
+
 def _pool_linear(batch: int, channels: int, size: int, outputs: int) -> Case:
     """The end of a gater. It has no name in ``fastmod.ops``: ``plain`` is what it is compared with."""
 
@@ -129,16 +137,16 @@ CASES = (
     _weights(shapes.masked_linear(128, 2000, 2000, 4), 4)._replace(part=_masked_columns),
     _weights(shapes.sample_mask(8192, 4), 4),
     _products(shapes.masked_conv2d(4, 32, 8, 64, 2)),
-    _products(shapes.norm_conv(1, 1, 16, 16, 32)),
-    _products(shapes.norm_conv(1, 1, 32, 32, 16), ("fp32",)),
-    _products(shapes.norm_conv(1, 1, 64, 64, 8)),
-    _products(shapes.norm_conv(1, 1, 64, 64, 16), ("fp32",)),
-    _products(shapes.norm_conv(1, 1, 16, 32, 32, 2), ("fp32",)),
-    _products(shapes.norm_conv(1, 1, 32, 64, 16, 2), ("fp32",)),
+    _products(shapes.norm_conv(4, 1, 16, 16, 32)),
+    _products(shapes.norm_conv(4, 1, 32, 32, 16)),
+    _products(shapes.norm_conv(4, 1, 64, 64, 8)),
+    _products(shapes.norm_conv(1, 1, 64, 64, 16)),
+    _products(shapes.norm_conv(48, 1, 64, 64, 16))._replace(part=_first_images),
+    _products(shapes.norm_conv(4, 1, 16, 32, 32, 2)),
     _products(shapes.norm_conv(2, 1, 24, 144, 8, kernel=1), ("fp32",)),
     _products(shapes.norm_conv(2, 1, 144, 24, 8, kernel=1), ("fp32",)),
-    _products(shapes.norm_conv(2, 1, 144, 144, 8, depthwise=True), ("fp32",)),
-    _products(shapes.norm_conv(1, 1, 144, 144, 16, depthwise=True), ("fp32",)),
+    _products(shapes.norm_conv(2, 1, 144, 144, 8, depthwise=True)),
+    _products(shapes.norm_conv(1, 1, 144, 144, 16, depthwise=True)),
     _pool_linear(4, 32, 8, 10),
     _squeeze_excite(4, 1, 48, 8, 12),
 )
@@ -153,6 +161,7 @@ class Counts(NamedTuple):
     worst: float  # the same of the load that takes the most
     images: float  # bytes read of activations, against what they hold; weights, vectors and partial sums apart
     others: float  # bytes read of weights and vectors, against what they hold
+    whose: tuple[int, ...]  # bytes read of activations, weights, vectors, partial sums
     races: int
 
 
@@ -182,8 +191,9 @@ def main() -> None:
         return
     vm = interpreter(asked.ptxvm)
     columns = "case | dtype | kernel | launches | instructions per | read | written | lines per load, worst | mma"
-    columns += " | activations read, of what they hold | weights and vectors | races"
-    print(f"| {columns} |\n{rule(12)}")
+    columns += " | activations read, of what they hold | weights and vectors"
+    columns += " | read: activations + weights + vectors + partial sums | races"
+    print(f"| {columns} |\n{rule(13)}")
     for case in wanted:
         for dtype in case.dtypes:
             print_counts(case, dtype, vm)
@@ -303,24 +313,26 @@ def kernel(module: Any, name: str) -> Any:
     sys.exit(f"{name}: not in the PTX of {stem}.cu")
 
 
-def reads(vm: Any, launch: recorder.Launch, weight: int, vector: int) -> tuple[float, float]:
-    """Bytes read of activations, and of weights and vectors, each against the bytes that are read at least once.
+def reads(vm: Any, launch: recorder.Launch, weight: int, vector: int) -> tuple[float, float, tuple[int, ...]]:
+    """Bytes read of activations, and of weights and vectors, each against the bytes that are read at least once; and
+    bytes read of activations, weights, vectors and partial sums.
 
-    Buffers are told apart by the pointers among the launch's arguments. What the launch also writes are partial sums,
-    left out; of the others, what is ``weight`` bytes long or no longer than ``vector`` is no activation."""
+    Buffers are told apart by the pointers among the launch's arguments. What the launch also writes are partial sums;
+    of the others, what is ``weight`` bytes long is a weight and what is no longer than ``vector`` a vector."""
     words = np.concatenate([np.frombuffer(each[: len(each) // 8 * 8], np.int64) for each in launch.arguments])
     pointers = np.unique(words[(words > 1 << 20) & (words < 1 << 47)])
     read, written = (np.concatenate(vm.moved[write], axis=1).astype(np.int64) for write in (False, True))
     owner = np.searchsorted(pointers, read[0], side="right")
     also_written = np.unique(np.searchsorted(pointers, written[0], side="right"))
-    totals = np.zeros((2, 2))  # activations, others: asked for, held
-    for buffer in np.setdiff1d(np.unique(owner), also_written):
+    totals = np.zeros((2, 4), np.int64)  # asked for, held: of activations, weights, vectors, partial sums
+    for buffer in np.unique(owner):
         own = read[:, owner == buffer]
         held = len(np.unique(np.concatenate([own[0] + byte for byte in range(0, int(own[1].max()), 2)]) // 2)) * 2
-        other = held <= vector or held == weight
-        totals[int(other)] += own[1].sum(), held
-    asked, held_bytes = totals[:, 0], np.maximum(totals[:, 1], 1)
-    return float(asked[0] / held_bytes[0]), float(asked[1] / held_bytes[1])
+        kind = 3 if buffer in also_written else 1 if held == weight else 2 if held <= vector else 0
+        totals[:, kind] += own[1].sum(), held
+    asked, held_bytes = totals[0], np.maximum(totals[1], 1)
+    others = asked[1:3].sum() / max(int(totals[1, 1:3].sum()), 1)
+    return float(asked[0] / held_bytes[0]), float(others), tuple(map(int, asked))
 
 
 def print_counts(case: Case, dtype: str, module: Any) -> None:
@@ -330,12 +342,14 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
     def run(launch: recorder.Launch) -> None:
         vm = host_vm(module)
         blocks, useful[launch.name] = case.part(launch) if case.part else (None, case.useful)
+        if blocks is not None and not blocks:
+            return
         interpret(vm, kernel(module, launch.name), launch, blocks)
         told = module.counters(vm)
         each = [lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")]
         worst = max(each, default=0.0)
         moved = told["global_read"], told["global_written"]
-        again = (0.0, 0.0)
+        again: tuple[float, float, tuple[int, ...]] = (0.0, 0.0, ())
         if case.shape.op == "norm_conv":
             affine, weight = math.prod(case.shape.shapes[2]), math.prod(case.shape.shapes[1])
             filters = math.prod(case.shape.shapes[1][:2])
@@ -354,13 +368,14 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
         ratio = sum(each.instructions for each in own) / useful[name]
         lines = f"{sum(each.lines for each in own) / len(own):.1f}, {max(each.worst for each in own):.0f}"
         read, written = sum(each.read for each in own), sum(each.written for each in own)
+        whose = " + ".join(map(str, own[0].whose))
         print(
             f"| `{case.shape.op}` {case.shape.label} | {dtype}{lowered} | `{name}` | {len(own)} "
             f"| {ratio:.2f} per {case.unit} "
             f"| {read} | {written} | {lines} | {sum(each.mma for each in own)} "
-            f"| {own[0].images:.2f} | {own[0].others:.2f} | {sum(each.races for each in own)} |"
+            f"| {own[0].images:.2f} | {own[0].others:.2f} | {whose} | {sum(each.races for each in own)} |"
         )
-    print(f"| | | largest error against fp64 | | {error} | | | | | | | |", flush=True)
+    print(f"| | | largest error against fp64 | | {error} | | | | | | | | |", flush=True)
 
 
 def interpret(vm: Any, code: Any, launch: recorder.Launch, blocks: Sequence[int] | None) -> None:

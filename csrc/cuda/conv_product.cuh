@@ -5,10 +5,13 @@
 
 namespace fastmod::cuda {
 
-template <typename T, int kM, int kN, bool kBackward>
+// A block has kSides times kWarps warps. Each side takes 8 kN columns of all pixels, which come into shared memory once
+// for both.
+template <typename T, int kM, int kN, bool kBackward, int kSides>
 struct Product {
   using Unit = typename Operand<T>::Unit;
-  static constexpr int kChannels = Operand<T>::kChannels, kPixels = kWarps * kM * 16, kColumns = kN * 8;
+  static constexpr int kChannels = Operand<T>::kChannels, kPixels = kWarps * kM * 16, kColumns = kN * 8 * kSides;
+  static constexpr int kThreads = cuda::kThreads * kSides;
   static constexpr bool kBackwards = kBackward;
 
   // Bytes of shared memory, all at once; the results lie over the rest when that is done with.
@@ -179,19 +182,25 @@ struct Product {
     }
   }
 
+  // Of this thread's side.
+  __device__ int first_column() const {
+    return kSides == 1 ? 0 : static_cast<int>(threadIdx.x) / cuda::kThreads * kN * 8;
+  }
+
   // One chunk's share of the sums.
   __device__ void multiply(float (&total)[kM][kN][4], float (&low)[kM][kN][4]) const {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+    const int side = first_column(), warp = static_cast<int>(threadIdx.x) / kWarp % kWarps;
     // A row of taps, or the steps of the only one: never both.
     const int steps = p.chunk / kStep<T>, products = wx.taps * steps, columns = p.tiling.columns * 4;
     const int stride = steps == 1 ? 4 : p.tiling.read() * 4;
-    const Unit* weights = reinterpret_cast<const Unit*>(memory + layout.weights) + lane;
+    const Unit* weights = reinterpret_cast<const Unit*>(memory + layout.weights) + side * 4 + lane;
     const Unit* rows[kM][2];  // where the lane's two rows of every product begin to read
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = (static_cast<int>(threadIdx.x) / kWarp * kM + m) * 16 + half * 8 + g;
+        const int i = (warp * kM + m) * 16 + half * 8 + g;
         const int image = i >> (p.tiling.log_h + p.tiling.log_w), y = i >> p.tiling.log_w & ((1 << p.tiling.log_h) - 1);
         const int x = i & ((1 << p.tiling.log_w) - 1);
         const int start = (image * p.tiling.rows + y * wy.step) * p.tiling.columns + x * wx.step;
@@ -267,15 +276,15 @@ struct Product {
       multiply(total, low);
     }
     __syncthreads();
-    const int lane = threadIdx.x % kWarp;
-    float* out = results();
+    const int lane = threadIdx.x % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp % kWarps;
+    float* out = results() + first_column();
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int i = (static_cast<int>(threadIdx.x) / kWarp * kM + m) * 16 + j / 2 * 8 + lane / 4;
+          const int i = (warp * kM + m) * 16 + j / 2 * 8 + lane / 4;
           out[i * kPitch + n * 8 + lane % 4 * 2 + j % 2] = total[m][n][j] + low[m][n][j];
         }
       }
@@ -285,7 +294,7 @@ struct Product {
 };
 
 // Sums of kColumns columns, four to a thread, over all threads with the same ones; all of them get it. A fixed order.
-template <int kColumns>
+template <int kColumns, int kSides>
 __device__ inline void sum_of_columns(float (&v)[4], float* sums) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
@@ -303,7 +312,7 @@ __device__ inline void sum_of_columns(float (&v)[4], float* sums) {
   for (int j = 0; j < 4; ++j) {
     v[j] = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) v[j] += sums[w * kColumns + lane % (kColumns / 4) * 4 + j];
+    for (int w = 0; w < kWarps * kSides; ++w) v[j] += sums[w * kColumns + lane % (kColumns / 4) * 4 + j];
   }
 }
 

@@ -9,7 +9,7 @@
 
 namespace fastmod::cuda {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128;  // of a block, or of one of its sides: see Product
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMaxShared = 64 * 1024 - 1024;  // of the smallest GPU served, less what kernels declare themselves
 
@@ -128,7 +128,7 @@ __device__ inline void fill_table(int64_t* table, const Tiling& t, const Place& 
                                   const Window& wx, int64_t batch, int high, int wide, int images, int channels) {
   const int size = t.rows * t.columns;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < t.read(); i += kThreads) {
+  for (int i = threadIdx.x; i < t.read(); i += static_cast<int>(blockDim.x)) {
     const int image = i / size, rest = i - image * size, row = rest / t.columns, column = rest - row * t.columns;
     const int y = place.y * wy.advance + wy.first + row * wy.spacing;
     const int x = place.x * wx.advance + wx.first + column * wx.spacing;

@@ -5,7 +5,8 @@
 
 namespace fastmod::cuda {
 
-// ---- norm_conv.cu, norm_conv_weight.cu, norm_conv_plain.cu: float, double, __half, __nv_bfloat16
+// ---- norm_conv.cu, norm_conv_weight.cu, norm_conv_plain.cu, norm_conv_depthwise.cu: float, double, __half,
+// __nv_bfloat16
 //
 // Images lie in memory as [B, E, H, W, C]. Each function is one launch: blocks leave partial results in scratch
 // memory, and the one that comes last, as it finds out by a ticket, adds them up in a fixed order.

@@ -1,5 +1,5 @@
 // norm_conv on tensor cores: implicit matrix products of pixels by channels; depthwise and fp64 go to
-// norm_conv_plain.cu.
+// norm_conv_plain.cu, which hands depthwise 3x3 on to norm_conv_depthwise.cu.
 //
 // Forward and the gradient of the input are one product. A block takes a tile of result pixels and up to 32 result
 // channels of one expert and walks through the channels that are read, a chunk at a time. Of each chunk the pixels
@@ -7,6 +7,9 @@
 // before is multiplied). From there they are packed once: scaled, shifted, rectified, gated, and laid out as the
 // tensor cores want them, fp32 as two tf32 numbers each. The taps of the filter then only differ in where they begin
 // to read.
+//
+// Where there are more channels, and blocks enough all the same, a block has twice the warps and 64 result channels:
+// pixels are read, and packed, once for them.
 //
 // Several convolutions that do not wait for one another share a launch (conv_group.cuh).
 //
@@ -23,6 +26,14 @@ __device__ inline int at_most(int value, int most) { return value < most ? value
 __host__ __device__ inline bool narrow_columns(const ConvShape& shape, bool backward) {
   return backward ? shape.shared || shape.in <= 16 : shape.out <= 16;
 }
+
+// Whether 64 columns a block leave few of them empty. Of an x of all experts the sums over them lie in shared memory.
+bool wide_columns(const ConvShape& shape, bool backward) {
+  const int columns = backward ? shape.in : shape.out, rest = columns % 64;
+  return columns > 32 && (rest == 0 || rest > 32) && !(backward && shape.shared);
+}
+constexpr int kOwnShared = 4096;        // what kernels declare themselves
+constexpr int64_t kEnoughBlocks = 96;  // for a GPU; fewer of twice the size would leave more of it idle
 
 template <typename Own, typename T>
 __host__ __device__ inline typename Own::Layout layout_of(const Problem<T>& p) {
@@ -51,10 +62,10 @@ struct ForwardTask {
 };
 
 // Blocks: tiles x columns x experts. Scratch: mean and squares [E, tiles, out, 2].
-template <typename T, int kM, int kN>
+template <typename T, int kM, int kN, int kSides>
 __device__ void forward(const ForwardTask<T>& task, const Block& block, unsigned char* memory, float* sums) {
-  using Own = Product<T, kM, kN, false>;
-  constexpr int kColumns = Own::kColumns, kRows = kThreads / kColumns;
+  using Own = Product<T, kM, kN, false, kSides>;
+  constexpr int kThreads = Own::kThreads, kColumns = Own::kColumns, kRows = kThreads / kColumns;
   const Problem<T>& p = task.p;
   const int expert = block.z, column0 = block.y * kColumns;
   const Tiling& t = p.tiling;
@@ -91,7 +102,7 @@ __device__ void forward(const ForwardTask<T>& task, const Block& block, unsigned
     }
     if (!task.mean) return;
     const float count = static_cast<float>(pixels_inside(t, place, p.shape.batch, p.out_high, p.out_wide));
-    sum_of_columns<kColumns>(total, sums);
+    sum_of_columns<kColumns, kSides>(total, sums);
 #pragma unroll
     for (int j = 0; j < 4; ++j) total[j] /= count;
 #pragma unroll 2
@@ -102,7 +113,7 @@ __device__ void forward(const ForwardTask<T>& task, const Block& block, unsigned
 #pragma unroll
       for (int j = 0; j < 4; ++j) squares[j] += (result.v[j] - total[j]) * (result.v[j] - total[j]);
     }
-    sum_of_columns<kColumns>(squares, sums);
+    sum_of_columns<kColumns, kSides>(squares, sums);
     float* left = task.partials + 3 * ((static_cast<int64_t>(expert) * block.across + block.x) * p.shape.out + channel);
     if (threadIdx.x < kFours) {
 #pragma unroll
@@ -141,35 +152,54 @@ __device__ void forward(const ForwardTask<T>& task, const Block& block, unsigned
 
 // run(tiles of 16 pixels a warp, tiles of 8 columns) of a convolution.
 #pragma nv_exec_check_disable  // run is of the side that calls
-template <typename Run>
+template <int kSides, typename Run>
 __host__ __device__ auto by_form(const ConvShape& shape, bool backward, Run run) {
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;
   using Four = std::integral_constant<int, 4>;
-  const bool few = narrow_columns(shape, backward);
-  if (half_tiles(shape, backward)) return few ? run(One{}, Two{}) : run(One{}, Four{});
-  return few ? run(Two{}, Two{}) : run(Two{}, Four{});
+  const bool few = kSides == 1 && narrow_columns(shape, backward);
+  if (half_tiles(shape, backward)) {
+    if constexpr (kSides == 1) {
+      if (few) return run(One{}, Two{});
+    }
+    return run(One{}, Four{});
+  }
+  if constexpr (kSides == 1) {
+    if (few) return run(Two{}, Two{});
+  }
+  return run(Two{}, Four{});
 }
 
 // Of shared memory; for by_form.
-template <typename T, bool kBackward>
+template <typename T, bool kBackward, int kSides>
 struct Bytes {
   const Problem<T>& p;
   template <typename M, typename N>
   __host__ __device__ int operator()(M, N) const {
-    return layout_of<Product<T, M::value, N::value, kBackward>>(p).end;
+    return layout_of<Product<T, M::value, N::value, kBackward, kSides>>(p).end;
   }
 };
 
+template <typename T, int kSides>
+__device__ void forward_of(const Group<ForwardTask<T>>& group, unsigned char* memory, float* sums) {
+  const ForwardTask<T>& task = own_task(group);
+  const Block block = block_of(task.share);
+  by_form<kSides>(task.p.shape, false, [&](auto tiles_m, auto tiles_n) {
+    forward<T, decltype(tiles_m)::value, decltype(tiles_n)::value, kSides>(task, block, memory, sums);
+  });
+}
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Group<ForwardTask<T>> group) {
   FASTMOD_DYNAMIC_SHARED(memory);
   FASTMOD_SHARED(float, sums, kThreads);
-  const ForwardTask<T>& task = own_task(group);
-  const Block block = block_of(task.share);
-  by_form(task.p.shape, false, [&](auto tiles_m, auto tiles_n) {
-    forward<T, decltype(tiles_m)::value, decltype(tiles_n)::value>(task, block, memory, sums);
-  });
+  forward_of<T, 1>(group, memory, sums);
+}
+template <typename T>
+__global__ void __launch_bounds__(2 * kThreads, 1)
+    wide_forward_kernel(const __grid_constant__ Group<ForwardTask<T>> group) {
+  FASTMOD_DYNAMIC_SHARED(memory);
+  FASTMOD_SHARED(float, sums, 4 * kThreads);  // 8 warps x 64 columns
+  forward_of<T, 2>(group, memory, sums);
 }
 
 template <typename T>
@@ -188,10 +218,10 @@ struct BackwardTask {
 
 // Blocks: tiles x columns x experts; x shared: one block for all experts. Scratch: sums for scale and shift
 // [2, E, tiles, in], then for the gate [E, B, tiles of an image, in].
-template <typename T, int kN>
+template <typename T, int kN, int kSides>
 __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsigned char* memory, float* sums) {
-  using Own = Product<T, 2, kN, true>;
-  constexpr int kColumns = Own::kColumns, kRows = kThreads / kColumns;
+  using Own = Product<T, 2, kN, true, kSides>;
+  constexpr int kThreads = Own::kThreads, kColumns = Own::kColumns, kRows = kThreads / kColumns;
   const Problem<T>& p = task.p;
   const Tiling& t = p.tiling;
   const ConvShape& shape = p.shape;
@@ -209,7 +239,8 @@ __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsi
   float* partials = task.partials;
   constexpr int kFours = kColumns / 4;
   const int four = column0 + static_cast<int>(threadIdx.x) % kFours * 4, fours = shape.in - four;
-  const bool vector_x = by_four(p.input.x, shape.in) && fours > 0, vector_grad = by_four(task.grad_x, shape.in) && fours > 0;
+  const bool vector_x = by_four(p.input.x, shape.in) && fours > 0;
+  const bool vector_grad = by_four(task.grad_x, shape.in) && fours > 0;
   float of_scale[4] = {}, of_shift[4] = {};
   for (int expert = first_expert; expert < end_expert; ++expert) {
     const Own product{p, place, wy, wx, memory, layout_of<Own>(p), expert, column0};
@@ -275,8 +306,8 @@ __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsi
       write_four(held, fours, vector_grad, task.grad_x + at);
     }
     if (backward_affine && (p.input.scale_rows > 1 || expert + 1 == end_expert)) {
-      sum_of_columns<kColumns>(of_scale, sums);
-      sum_of_columns<kColumns>(of_shift, sums);
+      sum_of_columns<kColumns, kSides>(of_scale, sums);
+      sum_of_columns<kColumns, kSides>(of_shift, sums);
       const int to = shared && p.input.scale_rows == 1 ? 0 : expert;
       float* own = partials + to * each + static_cast<int64_t>(block.x) * shape.in + four;
 #pragma unroll
@@ -317,15 +348,26 @@ __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsi
   }
 }
 
+template <typename T, int kSides>
+__device__ void backward_x_of(const Group<BackwardTask<T>>& group, unsigned char* memory, float* sums) {
+  const BackwardTask<T>& task = own_task(group);
+  const Block block = block_of(task.share, task.p.shape.shared ? 1 : task.p.shape.experts);
+  by_form<kSides>(task.p.shape, true, [&](auto, auto tiles_n) {
+    backward_x<T, decltype(tiles_n)::value, kSides>(task, block, memory, sums);
+  });
+}
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) backward_x_kernel(const __grid_constant__ Group<BackwardTask<T>> group) {
   FASTMOD_DYNAMIC_SHARED(memory);
   FASTMOD_SHARED(float, sums, kThreads);
-  const BackwardTask<T>& task = own_task(group);
-  const Block block = block_of(task.share, task.p.shape.shared ? 1 : task.p.shape.experts);
-  by_form(task.p.shape, true, [&](auto, auto tiles_n) {
-    backward_x<T, decltype(tiles_n)::value>(task, block, memory, sums);
-  });
+  backward_x_of<T, 1>(group, memory, sums);
+}
+template <typename T>
+__global__ void __launch_bounds__(2 * kThreads, 1)
+    wide_backward_x_kernel(const __grid_constant__ Group<BackwardTask<T>> group) {
+  FASTMOD_DYNAMIC_SHARED(memory);
+  FASTMOD_SHARED(float, sums, 4 * kThreads);  // 8 warps x 64 columns
+  backward_x_of<T, 2>(group, memory, sums);
 }
 
 template <typename T>
@@ -340,8 +382,8 @@ Tiling product_tiling(const ConvShape& shape, bool backward) {
   const int wide = backward ? (shape.wide + spread - 1) / spread : shape.out_wide();
   return tiling_of(shape, backward, high, wide, half ? 6 : 7, half ? 300 : 256);
 }
-int column_blocks(const ConvShape& shape, bool backward) {
-  const int each = narrow_columns(shape, backward) ? 16 : 32;
+int column_blocks(const ConvShape& shape, bool backward, int sides = 1) {
+  const int each = narrow_columns(shape, backward) ? 16 : 32 * sides;
   return ((backward ? shape.in : shape.out) + each - 1) / each;
 }
 
@@ -364,24 +406,72 @@ Scratch norm_conv_backward_x_scratch(ConvShape shape) {
           affine_tickets(tiling.tiles, columns, shape.experts) + images * shape.experts * columns};
 }
 
+// What a launch of blocks of kSides is given.
+template <typename T, int kSides>
+Grouped<ForwardTask<T>> grouped(const ConvForward<T>* convs, int size, bool allow_tf32) {
+  Grouped<ForwardTask<T>> group;
+  for (int i = 0; i < size; ++i) {
+    const auto& [input, weight, bias, y, mean, var, scratch, tickets, shape, norm, gap] = convs[i];
+    const Tiling tiling = product_tiling(shape, false);
+    const int64_t row = static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel;
+    const bool residual = !input.residual || rows_aligned(input.residual, shape.in);
+    const Problem<T> p{input, {}, weight, shape, shape.out_high(), shape.out_wide(), tiling, chunk_of<T>(shape),
+                       rows_aligned(input.x, shape.in) && residual,
+                       rows_aligned(weight, row) && rows_aligned(weight, gap), !allow_tf32, gap};
+    group.add({p, bias, y, mean, var, scratch, tickets, norm, {}}, tiling.tiles, column_blocks(shape, false, kSides),
+              shape.experts, by_form<kSides>(shape, false, Bytes<T, false, kSides>{p}));
+  }
+  return group;
+}
+template <typename T, int kSides>
+Grouped<BackwardTask<T>> grouped(const ConvBackwardX<T>* convs, int size, bool allow_tf32) {
+  Grouped<BackwardTask<T>> group;
+  for (int i = 0; i < size; ++i) {
+    const ConvBackwardX<T>& conv = convs[i];
+    const ConvShape& shape = conv.shape;
+    const Tiling tiling = product_tiling(shape, true);
+    const int64_t row = static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel;
+    const T *grad = conv.grad.grad, *y = conv.grad.y;
+    const bool vector = rows_aligned(grad, shape.out) && (!y || rows_aligned(y, shape.out));
+    const Problem<T> p{conv.input, conv.grad, conv.weight, shape, shape.out_high(), shape.out_wide(), tiling,
+                       chunk_of<T>(shape), vector,
+                       rows_aligned(conv.weight, row) && rows_aligned(conv.weight, conv.weight_gap), !allow_tf32,
+                       conv.weight_gap};
+    group.add({p, conv.grad_x, conv.grad_scale, conv.grad_shift, conv.grad_gate, conv.grad_sum, conv.grad_residual,
+               conv.scratch, conv.tickets, {}},
+              tiling.tiles, column_blocks(shape, true, kSides), shape.shared ? 1 : shape.experts,
+              by_form<kSides>(shape, true, Bytes<T, true, kSides>{p}));
+  }
+  return group;
+}
+
+// Two sides read the pixels once for 64 columns, where that leaves enough blocks.
+template <typename Conv>
+bool on_two_sides(const Conv* convs, int size, bool backward) {
+  bool wide = true;
+  for (int i = 0; i < size; ++i) wide = wide && wide_columns(convs[i].shape, backward);
+  return wide;
+}
+template <typename Task>
+bool fills(const Grouped<Task>& group) {
+  return group.blocks >= kEnoughBlocks && group.bytes <= shared_limit() - kOwnShared;
+}
+
 template <typename T>
 cudaError_t norm_conv_forward(const ConvForward<T>* convs, int count, bool allow_tf32, cudaStream_t stream) {
   return in_groups<T>(
       convs, count,
       [&](const ConvForward<T>* own, int size) -> cudaError_t {
         if constexpr (sizeof(T) <= 4) {
-          Grouped<ForwardTask<T>> group;
-          for (int i = 0; i < size; ++i) {
-            const auto& [input, weight, bias, y, mean, var, scratch, tickets, shape, norm, gap] = own[i];
-            const Tiling tiling = product_tiling(shape, false);
-            const int64_t row = static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel;
-            const bool vector = rows_aligned(input.x, shape.in) && (!input.residual || rows_aligned(input.residual, shape.in));
-            const Problem<T> p{input, {}, weight, shape, shape.out_high(), shape.out_wide(), tiling,
-                               chunk_of<T>(shape), vector, rows_aligned(weight, row) && rows_aligned(weight, gap), !allow_tf32, gap};
-            const int bytes = by_form(shape, false, Bytes<T, false>{p});
-            group.add({p, bias, y, mean, var, scratch, tickets, norm, {}}, tiling.tiles, column_blocks(shape, false),
-                      shape.experts, bytes);
+          if (on_two_sides(own, size, false)) {
+            const auto group = grouped<T, 2>(own, size, allow_tf32);
+            const auto kernel = wide_forward_kernel<T>;
+            if (fills(group)) {
+              return FASTMOD_LAUNCH_LARGE(kernel, blocks_for(group.blocks, 1), 2 * kThreads,
+                                          static_cast<size_t>(group.bytes), stream, group.group);
+            }
           }
+          const auto group = grouped<T, 1>(own, size, allow_tf32);
           if (!group.fits()) return cudaErrorInvalidValue;
           const auto kernel = forward_kernel<T>;
           return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads,
@@ -398,23 +488,15 @@ cudaError_t norm_conv_backward_x(const ConvBackwardX<T>* convs, int count, bool 
       convs, count,
       [&](const ConvBackwardX<T>* own, int size) -> cudaError_t {
         if constexpr (sizeof(T) <= 4) {
-          Grouped<BackwardTask<T>> group;
-          for (int i = 0; i < size; ++i) {
-            const ConvBackwardX<T>& conv = own[i];
-            const ConvShape& shape = conv.shape;
-            const Tiling tiling = product_tiling(shape, true);
-            const int64_t row = static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel;
-            const T *grad = conv.grad.grad, *y = conv.grad.y;
-            const bool vector = rows_aligned(grad, shape.out) && (!y || rows_aligned(y, shape.out));
-            const Problem<T> p{conv.input, conv.grad, conv.weight, shape, shape.out_high(), shape.out_wide(), tiling,
-                               chunk_of<T>(shape), vector,
-                               rows_aligned(conv.weight, row) && rows_aligned(conv.weight, conv.weight_gap), !allow_tf32,
-                               conv.weight_gap};
-            const int bytes = by_form(shape, true, Bytes<T, true>{p});
-            group.add({p, conv.grad_x, conv.grad_scale, conv.grad_shift, conv.grad_gate, conv.grad_sum,
-                       conv.grad_residual, conv.scratch, conv.tickets, {}},
-                      tiling.tiles, column_blocks(shape, true), shape.shared ? 1 : shape.experts, bytes);
+          if (on_two_sides(own, size, true)) {
+            const auto group = grouped<T, 2>(own, size, allow_tf32);
+            const auto kernel = wide_backward_x_kernel<T>;
+            if (fills(group)) {
+              return FASTMOD_LAUNCH_LARGE(kernel, blocks_for(group.blocks, 1), 2 * kThreads,
+                                          static_cast<size_t>(group.bytes), stream, group.group);
+            }
           }
+          const auto group = grouped<T, 1>(own, size, allow_tf32);
           if (!group.fits()) return cudaErrorInvalidValue;
           const auto kernel = backward_x_kernel<T>;
           return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads,

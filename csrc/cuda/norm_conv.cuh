@@ -149,4 +149,27 @@ cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stre
 
 }  // namespace plain
 
+// ---- norm_conv_depthwise.cu: of those, depthwise 3x3 of stride 1, each image of an expert's own
+
+namespace depthwise {
+
+template <typename T>
+bool serves(const ConvShape& shape) {
+  return sizeof(T) <= 4 && shape.depthwise && shape.kernel == 3 && shape.stride == 1 && !shape.shared;
+}
+template <typename T>
+Scratch forward_scratch(const ConvShape& shape);
+template <typename T>
+Scratch backward_x_scratch(const ConvShape& shape);
+template <typename T>
+Scratch backward_weight_scratch(const ConvShape& shape);
+template <typename T>
+cudaError_t forward(const ConvForward<T>& conv, cudaStream_t stream);
+template <typename T>
+cudaError_t backward_x(const ConvBackwardX<T>& conv, cudaStream_t stream);
+template <typename T>
+cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stream);
+
+}  // namespace depthwise
+
 }  // namespace fastmod::cuda

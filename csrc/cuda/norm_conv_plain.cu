@@ -1,32 +1,23 @@
-// norm_conv without tensor cores: depthwise convolutions, whose channels have nothing to share, and fp64.
+// norm_conv without tensor cores: depthwise convolutions, whose channels have nothing to share, and fp64. Depthwise 3x3
+// of stride 1 has kernels of its own: norm_conv_depthwise.cu.
 //
-// A block takes kChannels neighbouring channels and kPixels pixels of one image; a warp's lanes are channels, which lie
-// side by side in memory.
-#include "norm_conv.cuh"
+// A block takes kChannels neighbouring channels and kPixels pixels of one image.
+#include "conv_channels.cuh"
 
 namespace fastmod::cuda::plain {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kChannels = kWarp;
-constexpr int kRows = kThreads / kChannels;
 constexpr int kPixels = 64;
 constexpr int kEach = kPixels / kRows;  // pixels of a thread
-constexpr int kMaxTaps = 9;
 
 __host__ __device__ inline int tiles_of(int64_t pixels) { return static_cast<int>((pixels + kPixels - 1) / kPixels); }
-inline int channel_tiles(int channels) { return (channels + kChannels - 1) / kChannels; }
 
-// Where a block works: one image, pixels first .. of it, one channel a thread.
+// Where a block works: pixels first .. of one image.
 struct Place {
   int64_t b;
-  int first, channel, row, lane;
+  int first;
   __device__ Place(int tiles)
-      : b(blockIdx.x / tiles),
-        first(static_cast<int>(blockIdx.x % tiles) * kPixels),
-        channel(static_cast<int>(blockIdx.y) * kChannels + threadIdx.x % kChannels),
-        row(threadIdx.x / kChannels),
-        lane(threadIdx.x % kChannels) {}
+      : b(blockIdx.x / tiles), first(static_cast<int>(blockIdx.x % tiles) * kPixels) {}
 };
 
 template <typename T>
@@ -49,26 +40,6 @@ struct Image {
 };
 
 template <typename T>
-struct Gradient {
-  using C = Compute<T>;
-  ConvGrad<T> grad;
-  ConvShape shape;
-  int expert, pixels;
-
-  __device__ C at(int64_t b, int pixel, int channel, const StatisticsGrad<C>& statistics) const {
-    const int64_t i = ((b * shape.experts + expert) * pixels + pixel) * shape.out + channel;
-    // The offset is not added by itself: a sum over many pixels would meet the same rounding in all of them.
-    C added = statistics.offset;
-    if (grad.y) added += statistics.slope * (widen(grad.y[i]) - statistics.mean);
-    return rounded<T>(widen(grad.grad[i]) + added);
-  }
-  __device__ C at(int64_t b, int pixel, int channel) const {
-    const int64_t statistics = static_cast<int64_t>(expert) * shape.out + channel;
-    return at(b, pixel, channel, statistics_grad(grad, statistics));
-  }
-};
-
-template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(const __grid_constant__ ConvForward<T> conv, int out_high, int out_wide) {
   using C = Compute<T>;
@@ -77,33 +48,33 @@ __global__ void __launch_bounds__(kThreads, 2)
   FASTMOD_SHARED(C, sums, kRows * kChannels);
   const int pixels = out_high * out_wide, tiles = tiles_of(pixels), taps = shape.kernel * shape.kernel;
   const Place at(tiles);
+  const Lane lane(blockIdx.y, shape.out);
   const int expert = blockIdx.z, pad = shape.kernel / 2, depth = shape.depthwise ? 1 : shape.in;
   const Image<T> image{input, shape, at.b, expert};
-  const bool inside = at.channel < shape.out;
-  const int64_t filter = static_cast<int64_t>(expert) * shape.out + (inside ? at.channel : 0);
+  const int64_t filter = static_cast<int64_t>(expert) * shape.out + (lane.inside ? lane.channel : 0);
   const T* weight = conv.weight + expert * conv.weight_gap;
   C values[kEach], total = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int pixel = at.first + at.row + i * kRows;
+    const int pixel = at.first + lane.row + i * kRows;
     values[i] = 0;
-    if (!inside || pixel >= pixels) continue;
+    if (!lane.inside || pixel >= pixels) continue;
     const int row = pixel / out_wide * shape.stride - pad, column = pixel % out_wide * shape.stride - pad;
     C sum = conv.bias ? widen(conv.bias[filter]) : C(0);
     for (int tap = 0; tap < taps; ++tap) {
       const int from_row = row + tap / shape.kernel, from_column = column + tap % shape.kernel;
       if (from_row < 0 || from_row >= shape.high || from_column < 0 || from_column >= shape.wide) continue;
       const int from = from_row * shape.wide + from_column;
-#pragma unroll 1  // one channel where it matters; unrolled for fp64's sake, the file took three times as long to compile
+#pragma unroll 1  // unrolled for fp64's sake, the file took three times as long to compile
       for (int k = 0; k < depth; ++k) {
-        const C z = image.z(from, shape.depthwise ? at.channel : k);
+        const C z = image.z(from, shape.depthwise ? lane.channel : k);
         sum += z * widen(weight[(filter * depth + k) * taps + tap]);
-        if (input.sum && at.channel == 0) narrow(z, input.sum + (image.at(from) - input.x) + k);
+        if (input.sum && lane.channel == 0) narrow(z, input.sum + (image.at(from) - input.x) + k);
       }
     }
     T held;
     narrow(sum, &held);
-    conv.y[((at.b * shape.experts + expert) * pixels + pixel) * shape.out + at.channel] = held;
+    conv.y[((at.b * shape.experts + expert) * pixels + pixel) * shape.out + lane.channel] = held;
     values[i] = widen(held);
     total += values[i];
   }
@@ -114,23 +85,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const C apart = values[i] - middle;
-    if (at.row + i * kRows < count) squares += apart * apart;
+    if (lane.row + i * kRows < count) squares += apart * apart;
   }
-  squares = sum_of_rows<kChannels>(squares, sums);
-  const auto left_by = [&](int64_t block) {
-    return conv.scratch + 3 * ((static_cast<int64_t>(expert) * gridDim.x + block) * shape.out + at.channel);
-  };
-  if (inside && at.row == 0) Moments<C>{C(count), middle, squares}.write(left_by(blockIdx.x));
-  unsigned* own = conv.tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
-  reduce_in_order<kGroup>(own, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
-    if (at.row > 0 || !inside) return;
-    Moments<C> moments;
-    for (int64_t block = first; block < end; block += step) moments.join(Moments<C>::read(left_by(block)));
-    if (!all) return moments.write(left_by(first));
-    conv.mean[filter] = moments.mean;
-    conv.var[filter] = moments.squares / moments.count;
-    if (conv.norm.scale) finish_norm(conv.norm, filter, moments.mean, moments.squares / moments.count);
-  });
+  leave_moments(conv, lane, {C(count), middle, sum_of_rows<kChannels>(squares, sums)});
 }
 
 // Scratch: sums for scale and shift [2, E, B * tiles, in], then for the gate [E, B * tiles, in]. Blocks along x finish
@@ -145,8 +102,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   FASTMOD_SHARED(C, sums, kRows * kChannels);
   const int pixels = shape.high * shape.wide, tiles = tiles_of(pixels), taps = shape.kernel * shape.kernel;
   const Place at(tiles);
+  const Lane lane(blockIdx.y, shape.in);
+  const bool inside = lane.inside;
   const int pad = shape.kernel / 2, depth = shape.depthwise ? 1 : shape.out;
-  const bool inside = at.channel < shape.in;
   const int first_expert = shape.shared ? 0 : blockIdx.z, end_expert = shape.shared ? shape.experts : first_expert + 1;
   const int64_t each = static_cast<int64_t>(gridDim.x) * shape.in, all = shape.experts * each;
   C found[kEach] = {}, of_scale = 0, of_shift = 0;
@@ -154,16 +112,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Image<T> image{input, shape, at.b, expert};
     const Gradient<T> grad{conv.grad, shape, expert, out_high * out_wide};
     // Of a depthwise convolution one channel meets one channel.
-    const int64_t same = static_cast<int64_t>(expert) * shape.out + (shape.depthwise && inside ? at.channel : 0);
+    const int64_t same = static_cast<int64_t>(expert) * shape.out + (shape.depthwise && inside ? lane.channel : 0);
     const StatisticsGrad<C> statistics = statistics_grad(conv.grad, same);
-    const Affine<C> affine = affine_of(input, shape.in, expert, inside ? at.channel : 0);
-    const C gate = gate_of(input, shape, at.b, expert, inside ? at.channel : 0);
+    const Affine<C> affine = affine_of(input, shape.in, expert, inside ? lane.channel : 0);
+    const C gate = gate_of(input, shape, at.b, expert, inside ? lane.channel : 0);
     const T* weight = conv.weight + expert * conv.weight_gap;
     C of_gate = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int pixel = at.first + at.row + i * kRows;
-      if (!inside || pixel >= pixels) continue;
+      const int pixel = at.first + lane.row + i * kRows;
+      if (!lane.inside || pixel >= pixels) continue;
       C of_z = 0;
       for (int tap = 0; tap < taps; ++tap) {
         const int row = pixel / shape.wide + pad - tap / shape.kernel;
@@ -173,17 +131,17 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (to_row >= out_high || to_column >= out_wide) continue;
 #pragma unroll 1
         for (int k = 0; k < depth; ++k) {
-          const int channel = shape.depthwise ? at.channel : k;
+          const int channel = shape.depthwise ? lane.channel : k;
           const int64_t filter = static_cast<int64_t>(expert) * shape.out + channel;
-          const int64_t w = shape.depthwise ? filter : filter * shape.in + at.channel;
+          const int64_t w = shape.depthwise ? filter : filter * shape.in + lane.channel;
           const int to = to_row * out_wide + to_column;
           const C g = shape.depthwise ? grad.at(at.b, to, channel, statistics) : grad.at(at.b, to, channel);
           of_z += g * widen(weight[w * taps + tap]);
         }
       }
-      if (conv.grad_sum) of_z += widen(conv.grad_sum[image.at(pixel) - input.x + at.channel]);
-      if (conv.grad_residual) narrow(of_z, conv.grad_residual + (image.at(pixel) - input.x) + at.channel);
-      const C x = widen(image.at(pixel)[at.channel]), before = affine.scale * x + affine.shift;
+      if (conv.grad_sum) of_z += widen(conv.grad_sum[image.at(pixel) - input.x + lane.channel]);
+      if (conv.grad_residual) narrow(of_z, conv.grad_residual + (image.at(pixel) - input.x) + lane.channel);
+      const C x = widen(image.at(pixel)[lane.channel]), before = affine.scale * x + affine.shift;
       of_gate += of_z * (input.relu ? rectified(before) : before);
       const C of_value = input.relu && before <= C(0) ? C(0) : of_z * gate;
       of_scale += of_value * x;
@@ -191,12 +149,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       found[i] += of_value * affine.scale;
     }
     of_gate = sum_of_rows<kChannels>(of_gate, sums);
-    C* own = partials + static_cast<int64_t>(blockIdx.x) * shape.in + at.channel;
-    if (inside && at.row == 0) own[2 * all + expert * each] = of_gate;
+    C* own = partials + static_cast<int64_t>(blockIdx.x) * shape.in + lane.channel;
+    if (inside && lane.row == 0) own[2 * all + expert * each] = of_gate;
     if (input.scale_rows == 1 && expert + 1 < end_expert) continue;  // one row for all experts
     of_scale = sum_of_rows<kChannels>(of_scale, sums);
     of_shift = sum_of_rows<kChannels>(of_shift, sums);
-    if (inside && at.row == 0) {
+    if (inside && lane.row == 0) {
       own += (shape.shared && input.scale_rows == 1 ? 0 : expert) * each;
       own[0] = of_scale;
       own[all] = of_shift;
@@ -206,25 +164,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t image = shape.shared ? at.b : at.b * shape.experts + first_expert;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int pixel = at.first + at.row + i * kRows;
-    if (!conv.grad_x || !inside || pixel >= pixels) continue;
-    narrow(found[i], conv.grad_x + (image * pixels + pixel) * shape.in + at.channel);
+    const int pixel = at.first + lane.row + i * kRows;
+    if (!conv.grad_x || !lane.inside || pixel >= pixels) continue;
+    narrow(found[i], conv.grad_x + (image * pixels + pixel) * shape.in + lane.channel);
   }
-  if (conv.grad_scale) {
-    const Block block{blockIdx.x, blockIdx.y, blockIdx.z, gridDim.x, gridDim.y, gridDim.z};
-    finish_affine<kChannels>(partials, conv.grad_scale, conv.grad_shift, conv.tickets, shape, input.scale_rows, block,
-                             at.channel, sums);
-  }
-  if (!conv.grad_gate) return;
-  unsigned* own = conv.tickets + affine_tickets(gridDim.x, gridDim.y, shape.experts);
-  if (!last_to_arrive(own + (at.b * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y, tiles)) return;
-  if (!inside || at.row > 0) return;
-  for (int expert = first_expert; expert < end_expert; ++expert) {
-    const C* part = partials + 2 * all + expert * each + at.channel;
-    C of_gate = 0;
-    for (int64_t tile = at.b * tiles; tile < (at.b + 1) * tiles; ++tile) of_gate += fresh(part + tile * shape.in);
-    narrow(of_gate, conv.grad_gate + (at.b * shape.experts + expert) * shape.in + at.channel);
-  }
+  finish_backward_x(conv, lane, at.b, tiles, sums);
 }
 
 // Blocks along x share the pixels of all images out; lanes are inputs of one output channel. Scratch: partial weights
@@ -235,14 +179,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   using C = Compute<T>;
   const ConvInput<T>& input = conv.input;
   const ConvShape& shape = conv.shape;
-  C* partials = conv.scratch;
   FASTMOD_SHARED(C, sums, kRows * kChannels);
   const int pixels = out_high * out_wide, taps = shape.kernel * shape.kernel, pad = shape.kernel / 2;
   const int expert = blockIdx.z, across = (shape.in + kChannels - 1) / kChannels;
-  Place at(1);
-  at.channel = static_cast<int>(blockIdx.y % across) * kChannels + at.lane;
-  const bool inside = at.channel < shape.in;
-  const int channel = shape.depthwise ? (inside ? at.channel : 0) : static_cast<int>(blockIdx.y / across);
+  const Lane lane(blockIdx.y % across, shape.in);
+  const bool inside = lane.inside;
+  const int channel = shape.depthwise ? (inside ? lane.channel : 0) : static_cast<int>(blockIdx.y / across);
   const int inputs = shape.depthwise ? 1 : shape.in;
   const Gradient<T> grad{conv.grad, shape, expert, pixels};
   const int64_t filter = static_cast<int64_t>(expert) * shape.out + channel;
@@ -250,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t all_pixels = shape.batch * pixels, share = (all_pixels + gridDim.x - 1) / gridDim.x;
   const int64_t first = blockIdx.x * share, last = first + share < all_pixels ? first + share : all_pixels;
   C found[kMaxTaps] = {}, of_bias = 0;
-  for (int64_t i = first + at.row; inside && i < last; i += kRows) {
+  for (int64_t i = first + lane.row; inside && i < last; i += kRows) {
     const int64_t b = quotient(i, pixels);
     const int pixel = static_cast<int>(i - b * pixels);
     const int row = pixel / out_wide * shape.stride - pad, column = pixel % out_wide * shape.stride - pad;
@@ -262,37 +204,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (tap >= taps) break;
       const int from_row = row + tap / shape.kernel, from_column = column + tap % shape.kernel;
       if (from_row < 0 || from_row >= shape.high || from_column < 0 || from_column >= shape.wide) continue;
-      found[tap] += g * image.z(from_row * shape.wide + from_column, at.channel);
+      found[tap] += g * image.z(from_row * shape.wide + from_column, lane.channel);
     }
   }
-  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * inputs * taps;
-  const int64_t own = (filter * inputs + (shape.depthwise ? 0 : at.channel)) * taps;
-  C* biases = partials + gridDim.x * weights;
-  const bool once = inside && (shape.depthwise || at.channel == 0) && at.row == 0, with_bias = conv.grad_bias && once;
-  if (conv.grad.grad_scale && once && blockIdx.x == 0) norm_grads(conv.grad, filter);
-#pragma unroll
-  for (int tap = 0; tap < kMaxTaps; ++tap) {
-    if (tap >= taps) break;
-    const C total = sum_of_rows<kChannels>(found[tap], sums);
-    if (inside && at.row == 0) partials[blockIdx.x * weights + own + tap] = total;
-  }
-  of_bias = sum_of_rows<kChannels>(of_bias, sums);
-  if (with_bias) biases[blockIdx.x * filters + filter] = of_bias;
-  unsigned* ticket = conv.tickets + (expert * gridDim.y + blockIdx.y) * reduce_tickets<kGroup>(gridDim.x);
-  reduce_in_order<kGroup>(ticket, blockIdx.x, gridDim.x, [&](unsigned first, unsigned end, unsigned step, bool all) {
-    if (!inside) return;
-    for (int tap = at.row; tap < taps; tap += kRows) {
-      C total = 0;
-      for (int64_t block = first; block < end; block += step) total += fresh(partials + block * weights + own + tap);
-      if (!all) partials[first * weights + own + tap] = total;
-      else if (conv.grad_weight) narrow(total, conv.grad_weight + own + tap);
-    }
-    if (!with_bias) return;
-    C total = 0;
-    for (int64_t block = first; block < end; block += step) total += fresh(biases + block * filters + filter);
-    if (!all) biases[first * filters + filter] = total;
-    else narrow(total, conv.grad_bias + filter);
-  });
+  const int64_t own = (filter * inputs + (shape.depthwise ? 0 : lane.channel)) * taps;
+  leave_weights(conv, lane, found, of_bias, filter, inputs, own, shape.depthwise || lane.channel == 0, sums);
 }
 
 // Enough blocks to fill a GPU, each with enough pixels to be worth its partial result.
@@ -310,19 +226,25 @@ dim3 grid_of(const ConvShape& shape, int64_t pixels, int channels, int experts) 
 
 template <typename T>
 Scratch forward_scratch(const ConvShape& shape) {
+  if constexpr (sizeof(T) <= 4) {
+    if (depthwise::serves<T>(shape)) return depthwise::forward_scratch<T>(shape);
+  }
   const int64_t blocks = shape.batch * tiles_of(static_cast<int64_t>(shape.out_high()) * shape.out_wide());
   return {3 * blocks * shape.experts * shape.out,
           shape.experts * channel_tiles(shape.out) * reduce_tickets<kGroup>(blocks)};
 }
 template <typename T>
 Scratch backward_x_scratch(const ConvShape& shape) {
-  const int64_t blocks = shape.batch * tiles_of(static_cast<int64_t>(shape.high) * shape.wide);
-  const int across = channel_tiles(shape.in);
-  return {3 * blocks * shape.experts * shape.in,
-          affine_tickets(blocks, across, shape.experts) + shape.batch * shape.experts * across};
+  if constexpr (sizeof(T) <= 4) {
+    if (depthwise::serves<T>(shape)) return depthwise::backward_x_scratch<T>(shape);
+  }
+  return backward_x_parts(shape, tiles_of(static_cast<int64_t>(shape.high) * shape.wide));
 }
 template <typename T>
 Scratch backward_weight_scratch(const ConvShape& shape) {
+  if constexpr (sizeof(T) <= 4) {
+    if (depthwise::serves<T>(shape)) return depthwise::backward_weight_scratch<T>(shape);
+  }
   const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, blocks = weight_blocks(shape);
   const int rows = channel_tiles(shape.in) * (shape.depthwise ? 1 : shape.out);
   return {blocks * filters * ((shape.depthwise ? 1 : shape.in) * shape.kernel * shape.kernel + 1),
@@ -331,6 +253,9 @@ Scratch backward_weight_scratch(const ConvShape& shape) {
 
 template <typename T>
 cudaError_t forward(const ConvForward<T>& conv, cudaStream_t stream) {
+  if constexpr (sizeof(T) <= 4) {
+    if (depthwise::serves<T>(conv.shape)) return depthwise::forward<T>(conv, stream);
+  }
   const int high = conv.shape.out_high(), wide = conv.shape.out_wide();
   const dim3 grid = grid_of(conv.shape, static_cast<int64_t>(high) * wide, conv.shape.out, conv.shape.experts);
   return FASTMOD_LAUNCH(forward_kernel<T>, grid, kThreads, stream, conv, high, wide);
@@ -338,6 +263,9 @@ cudaError_t forward(const ConvForward<T>& conv, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t backward_x(const ConvBackwardX<T>& conv, cudaStream_t stream) {
+  if constexpr (sizeof(T) <= 4) {
+    if (depthwise::serves<T>(conv.shape)) return depthwise::backward_x<T>(conv, stream);
+  }
   const ConvShape& shape = conv.shape;
   const dim3 grid = grid_of(shape, static_cast<int64_t>(shape.high) * shape.wide, shape.in,
                             shape.shared ? 1 : shape.experts);
@@ -346,6 +274,9 @@ cudaError_t backward_x(const ConvBackwardX<T>& conv, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stream) {
+  if constexpr (sizeof(T) <= 4) {
+    if (depthwise::serves<T>(conv.shape)) return depthwise::backward_weight<T>(conv, stream);
+  }
   const ConvShape& shape = conv.shape;
   const int rows = channel_tiles(shape.in) * (shape.depthwise ? 1 : shape.out);
   const dim3 grid(weight_blocks(shape), static_cast<unsigned>(rows), static_cast<unsigned>(shape.experts));

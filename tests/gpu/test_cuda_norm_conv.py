@@ -37,6 +37,16 @@ SHAPES = [
 ]
 
 
+#: 64 columns a block, forward or in the gradient of x: more than 32 channels and 96 blocks at least.
+WIDE = [
+    Conv((1, 24, 3, 40, 9, 17), gate=True, bias=True),
+    Conv((1, 24, 40, 3, 9, 17), gate=True),
+    Conv((8, 48, 2, 36, 5, 6), stride=2),
+    Conv((5, 12, 33, 2, 5, 6), stride=2, affine="one"),
+    Conv((4, 24, 5, 104, 5, 6), kernel=1, stats=False),
+]
+
+
 def depthwise(case: Conv) -> Conv:
     return case._replace(sizes=(*case.sizes[:2], 37, 37, *case.sizes[4:]), depthwise=True)
 
@@ -58,6 +68,12 @@ def test_on_tensor_cores(plain: Harness, case: Conv, dtype: torch.dtype) -> None
     check_conv(plain, case._replace(dtype=dtype), draws=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", WIDE, ids=Conv.id)
+def test_64_columns_a_block(plain: Harness, case: Conv, dtype: torch.dtype) -> None:
+    check_conv(plain, case._replace(dtype=dtype), draws=2)
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_no_image(plain: Harness, dtype: torch.dtype) -> None:
     """Nothing is launched and nothing written: what the sums of nothing are is the binding's business."""
@@ -73,6 +89,7 @@ def test_many_blocks(plain: Harness, dtype: torch.dtype) -> None:
     check_conv(plain, Conv((1, 1, 3, 2, 79, 90), dtype, bias=True), draws=3)
     check_conv(plain, Conv((1, 2, 8, 5, 60, 50), dtype, affine="one", gate=True), draws=3)
     check_conv(plain, depthwise(Conv((1, 1, 0, 0, 79, 33), dtype)), draws=3)
+    check_conv(plain, depthwise(Conv((5, 2, 0, 0, 35, 15), dtype, gate=True, bias=True)))  # tiles of 16 rows
 
 
 def test_infinities_and_nan(plain: Harness) -> None:
@@ -106,7 +123,7 @@ def test_address_and_undefined_behaviour_sanitizer(asan: Harness) -> None:
             check_conv(asan, case._replace(dtype=dtype))
         check_conv(asan, case._replace(dtype=F64))
         check_conv(asan, depthwise(case))
-    for case in SHAPES[:4] + SHAPES[6:8]:
+    for case in SHAPES[:4] + SHAPES[6:8] + WIDE[:1]:
         check_conv(asan, case)
         check_conv(asan, case._replace(dtype=torch.float16))
 
@@ -116,4 +133,5 @@ def test_thread_sanitizer(tsan: Harness) -> None:
         check_conv(tsan, case._replace(sizes=(2, *case.sizes[1:])))
     check_conv(tsan, KINDS[2]._replace(dtype=torch.bfloat16))
     check_conv(tsan, depthwise(KINDS[0]))
+    check_conv(tsan, WIDE[1]._replace(dtype=torch.bfloat16))
     check_conv(tsan, KINDS[5]._replace(dtype=F64))

@@ -126,6 +126,15 @@ def test_every_op_can_be_captured(sample: Sample) -> None:
     recorder.record(sample, captured=True)
 
 
+@pytest.mark.parametrize(("batch", "kind"), [(48, "wide_"), (4, "")])
+def test_blocks_of_64_channels_where_there_are_enough_of_them(batch: int, kind: str) -> None:
+    """Of 64 channels and 16 px, two tiles an image: with 96 blocks images are read once, with fewer by more blocks."""
+    found = recorder.record(shapes.norm_conv(batch, 1, 64, 64, 16), torch.float32)
+    assert [each.name for each in found.forward] == [f"norm_conv.{kind}forward_kernel<float>"]
+    of_weight = "norm_conv_weight.backward_weight_kernel<float>"
+    assert sorted(each.name for each in found.backward) == [f"norm_conv.{kind}backward_x_kernel<float>", of_weight]
+
+
 FORBIDDEN = ["a launch on the default stream", "cudaDeviceSynchronize", "cudaMalloc", "_local_scalar_dense"]
 
 

@@ -61,7 +61,7 @@ def test_isometric_net(tasks: int) -> None:
     for name in found[0][0]:
         more.remove(name)
     kinds = ["norm_conv.forward_kernel<float>"] * 2
-    assert sorted(more) == [*kinds, "norm_conv_plain.forward_kernel<float>", "squeeze_excite.forward_kernel<float>"]
+    assert sorted(more) == [*kinds, "norm_conv_depthwise.forward_kernel<float>", "squeeze_excite.forward_kernel<float>"]
 
 
 @pytest.fixture

@@ -1,0 +1,340 @@
+// norm_conv, depthwise 3x3 of stride 1. Channels have nothing to share and a number meets nine weights only, so that
+// what counts is how numbers come to their products.
+//
+// A block takes kChannels channels and a tile of pixels of one image, the whole of it where it is small. What the tile
+// reads, borders included, comes into shared memory once, with all that is done to it: scaled, rectified, gated, or of
+// a gradient with those of mean and variance. A thread then takes 2 x 4 pixels at a time, for which 24 numbers of its
+// channel come into registers: three a pixel instead of nine.
+#include "conv_channels.cuh"
+
+namespace fastmod::cuda::depthwise {
+namespace {
+
+constexpr int kHigh = 2, kWide = 4;  // a thread's pixels at a time
+constexpr int kTaps = kMaxTaps;
+
+// Tiles of high x wide pixels, whole patches of kHigh x kWide.
+struct Tiling {
+  int high, wide, down, across;
+  __host__ __device__ int tiles() const { return down * across; }  // of an image
+  __host__ __device__ int columns() const { return wide + 2; }     // with borders
+  __host__ __device__ int staged() const { return (high + 2) * columns(); }
+};
+
+int rounded_up(int value, int step) { return (value + step - 1) / step * step; }
+
+Tiling tiling_of(const ConvShape& shape) {
+  Tiling t{};
+  t.wide = rounded_up(shape.wide < 32 ? shape.wide : 32, kWide);
+  t.across = (shape.wide + t.wide - 1) / t.wide;
+  // Higher tiles have fewer borders, as long as there are blocks for a GPU.
+  for (int high = t.wide <= 16 ? 16 : 8;; high = 8) {
+    t.high = rounded_up(shape.high < high ? shape.high : high, kHigh);
+    t.down = (shape.high + t.high - 1) / t.high;
+    if (high == 8 || shape.batch * shape.experts * channel_tiles(shape.out) * t.tiles() >= 128) return t;
+  }
+}
+
+template <typename T>
+size_t bytes_of(const Tiling& t) {
+  return sizeof(T) * kChannels * t.staged();
+}
+
+// Where a tile lies; the thread's channel of its images.
+struct Place {
+  int64_t b;
+  int y, x;
+  __device__ Place(const Tiling& t, int64_t tile) : b(quotient(tile, t.tiles())) {
+    const int own = static_cast<int>(tile - b * t.tiles()), row = own / t.across;
+    y = row * t.high;
+    x = (own - row * t.across) * t.wide;
+  }
+};
+
+// Brings the numbers of a tile to `staged`, [row][column][channel]: value(offset) of the pixel that lies at `offset` of
+// its image, 0 beyond the image.
+template <typename T, typename Value>
+__device__ inline void stage(T* staged, const Tiling& t, const Place& place, const ConvShape& shape, const Lane& lane,
+                             const Value& value) {
+  if (!lane.inside) return;
+  const int columns = t.columns(), end = t.staged();
+  int y = place.y - 1, x = lane.row;  // in the tile
+#pragma unroll 4
+  for (int i = lane.row; i < end; i += kRows) {
+    const int column = place.x - 1 + x;
+    const bool there = static_cast<unsigned>(y) < static_cast<unsigned>(shape.high) &&
+                       static_cast<unsigned>(column) < static_cast<unsigned>(shape.wide);
+    Compute<T> found = 0;
+    if (there) found = value(static_cast<int64_t>(y * shape.wide + column) * shape.in);
+    narrow(found, staged + i * kChannels);
+    x += kRows;
+    if (x >= columns) x -= columns, ++y;  // there are more columns than rows of threads
+  }
+}
+
+// take(row, column, the numbers around its pixels) of every patch of a thread. A patch may hang over the edge: `inside`
+// tells which of its pixels count.
+template <typename T, typename Take>
+__device__ inline void walk(const T* staged, const Tiling& t, const Place& place, const Lane& lane, const Take& take) {
+  if (!lane.inside) return;
+  const int across = t.wide / kWide, patches = t.high / kHigh * across, pitch = t.columns() * kChannels;
+#pragma unroll 1
+  for (int patch = lane.row; patch < patches; patch += kRows) {
+    const int down = patch / across, y = down * kHigh, x = (patch - down * across) * kWide;
+    const T* from = staged + y * pitch + x * kChannels;
+    Compute<T> around[kHigh + 2][kWide + 2];
+#pragma unroll
+    for (int i = 0; i < kHigh + 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWide + 2; ++j) around[i][j] = widen(from[j * kChannels]);
+      from += pitch;
+    }
+    take(place.y + y, place.x + x, around);
+  }
+}
+
+// each(offset of the pixel in its image, row and column within the patch): those of a patch that are in the image.
+template <typename Each>
+__device__ inline void inside(const ConvShape& shape, int y, int x, const Each& each) {
+  int64_t row = static_cast<int64_t>(y * shape.wide + x) * shape.in;
+#pragma unroll
+  for (int i = 0; i < kHigh; ++i) {
+    int64_t at = row;
+#pragma unroll
+    for (int j = 0; j < kWide; ++j) {
+      if (y + i < shape.high && x + j < shape.wide) each(at, i, j);
+      at += shape.in;
+    }
+    row += static_cast<int64_t>(shape.wide) * shape.in;
+  }
+}
+
+template <typename C>
+__device__ inline C product(const C (&around)[kHigh + 2][kWide + 2], const C (&filter)[kTaps], int i, int j, C sum) {
+#pragma unroll
+  for (int tap = 0; tap < kTaps; ++tap) sum += around[i + tap / 3][j + tap % 3] * filter[tap];
+  return sum;
+}
+
+template <typename T>
+__device__ inline void read_filter(const T* from, bool backwards, Compute<T> (&filter)[kTaps]) {
+#pragma unroll
+  for (int tap = 0; tap < kTaps; ++tap) filter[tap] = widen(from[backwards ? kTaps - 1 - tap : tap]);
+}
+
+// Where image b of an expert begins, for the thread's channel.
+__device__ inline int64_t image_at(const ConvShape& shape, int64_t b, int expert, const Lane& lane) {
+  return (b * shape.experts + expert) * shape.high * shape.wide * shape.in + lane.channel;
+}
+
+// What the convolution reads of a tile.
+template <typename T>
+__device__ inline void stage_input(T* staged, const Tiling& t, const Place& place, const ConvInput<T>& input,
+                                   const ConvShape& shape, int expert, const Lane& lane) {
+  const int channel = lane.inside ? lane.channel : 0;
+  const T* x = input.x + image_at(shape, place.b, expert, lane);
+  const Affine<Compute<T>> affine = affine_of(input, shape.in, expert, channel);
+  const Compute<T> gate = gate_of(input, shape, place.b, expert, channel);
+  stage(staged, t, place, shape, lane, [&](int64_t at) { return affine(widen(x[at]), input.relu) * gate; });
+}
+
+// Blocks: tiles of all images x channels x experts.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2)
+    forward_kernel(const __grid_constant__ ConvForward<T> conv, const __grid_constant__ Tiling t) {
+  using C = Compute<T>;
+  FASTMOD_DYNAMIC_SHARED(memory);
+  FASTMOD_SHARED(C, sums, 3 * kThreads);
+  const ConvShape& shape = conv.shape;
+  const Lane lane(blockIdx.y, shape.out);
+  const Place place(t, blockIdx.x);
+  const int expert = blockIdx.z;
+  T* staged = reinterpret_cast<T*>(memory) + threadIdx.x % kChannels;
+  stage_input(staged, t, place, conv.input, shape, expert, lane);
+  const int64_t filter = static_cast<int64_t>(expert) * shape.out + (lane.inside ? lane.channel : 0);
+  C weights[kTaps];
+  read_filter(conv.weight + expert * conv.weight_gap + filter * kTaps, false, weights);
+  const C bias = conv.bias ? widen(conv.bias[filter]) : C(0);
+  T* y = conv.y + image_at(shape, place.b, expert, lane);
+  Moments<C> moments;
+  __syncthreads();
+  walk(staged, t, place, lane, [&](int row, int column, const auto& around) {
+    C values[kHigh][kWide] = {}, total = 0, squares = 0;
+    int count = 0;
+    inside(shape, row, column, [&](int64_t at, int i, int j) {
+      T held;
+      narrow(product(around, weights, i, j, bias), &held);
+      y[at] = held;
+      values[i][j] = widen(held);
+      total += values[i][j];
+      ++count;
+    });
+    if (!conv.mean || count == 0) return;
+    const C middle = total / C(count);
+    inside(shape, row, column, [&](int64_t, int i, int j) {
+      squares += (values[i][j] - middle) * (values[i][j] - middle);
+    });
+    moments.join({C(count), middle, squares});
+  });
+  if (!conv.mean) return;
+  moments.write(sums + 3 * threadIdx.x);
+  __syncthreads();
+  if (lane.row == 0) {
+    for (int row = 1; row < kRows; ++row) {
+      const C* from = sums + 3 * (row * kChannels + threadIdx.x);
+      if (from[0] > 0) moments.join({from[0], from[1], from[2]});
+    }
+  }
+  leave_moments(conv, lane, moments);
+}
+
+// Blocks and scratch: see finish_backward_x.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2)
+    backward_x_kernel(const __grid_constant__ ConvBackwardX<T> conv, const __grid_constant__ Tiling t) {
+  using C = Compute<T>;
+  FASTMOD_DYNAMIC_SHARED(memory);
+  FASTMOD_SHARED(C, sums, kThreads);
+  const ConvShape& shape = conv.shape;
+  const ConvInput<T>& input = conv.input;
+  const Lane lane(blockIdx.y, shape.in);
+  const Place place(t, blockIdx.x);
+  const int expert = blockIdx.z, channel = lane.inside ? lane.channel : 0;
+  const int64_t image = image_at(shape, place.b, expert, lane);
+  const int64_t filter = static_cast<int64_t>(expert) * shape.out + channel;
+  T* staged = reinterpret_cast<T*>(memory) + threadIdx.x % kChannels;
+  {
+    const Gradient<T> grad{conv.grad, shape, expert, 0};
+    const StatisticsGrad<C> statistics = statistics_grad(conv.grad, filter);
+    stage(staged, t, place, shape, lane, [&](int64_t at) { return grad.at(image + at, statistics); });
+  }
+  C weights[kTaps];
+  read_filter(conv.weight + expert * conv.weight_gap + filter * kTaps, true, weights);
+  const Affine<C> affine = affine_of(input, shape.in, expert, channel);
+  const C gate = gate_of(input, shape, place.b, expert, channel);
+  C of_scale = 0, of_shift = 0, of_gate = 0;
+  __syncthreads();
+  walk(staged, t, place, lane, [&](int row, int column, const auto& around) {
+    inside(shape, row, column, [&](int64_t at, int i, int j) {
+      const C of_z = product(around, weights, i, j, C(0));
+      const C x = widen(input.x[image + at]), before = affine.scale * x + affine.shift;
+      of_gate += of_z * (input.relu ? rectified(before) : before);
+      const C of_value = input.relu && before <= C(0) ? C(0) : of_z * gate;
+      of_scale += of_value * x;
+      of_shift += of_value;
+      if (conv.grad_x) narrow(of_value * affine.scale, conv.grad_x + image + at);
+    });
+  });
+  const int64_t each = static_cast<int64_t>(gridDim.x) * shape.in, all = shape.experts * each;
+  C* own = conv.scratch + static_cast<int64_t>(blockIdx.x) * shape.in + expert * each + lane.channel;
+  of_scale = sum_of_rows<kChannels>(of_scale, sums);
+  of_shift = sum_of_rows<kChannels>(of_shift, sums);
+  of_gate = sum_of_rows<kChannels>(of_gate, sums);
+  if (lane.inside && lane.row == 0) {
+    own[0] = of_scale;
+    own[all] = of_shift;
+    own[2 * all] = of_gate;
+  }
+  finish_backward_x(conv, lane, place.b, t.tiles(), sums);
+}
+
+// Blocks along x share the tiles of all images. Scratch: see leave_weights.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2)
+    backward_weight_kernel(const __grid_constant__ ConvBackwardWeight<T> conv, const __grid_constant__ Tiling t) {
+  using C = Compute<T>;
+  FASTMOD_DYNAMIC_SHARED(memory);
+  FASTMOD_SHARED(C, sums, kThreads);
+  const ConvShape& shape = conv.shape;
+  const Lane lane(blockIdx.y, shape.in);
+  const int expert = blockIdx.z;
+  const int64_t filter = static_cast<int64_t>(expert) * shape.out + (lane.inside ? lane.channel : 0);
+  const Gradient<T> grad{conv.grad, shape, expert, 0};
+  const StatisticsGrad<C> statistics = statistics_grad(conv.grad, filter);
+  T* staged = reinterpret_cast<T*>(memory) + threadIdx.x % kChannels;
+  C found[kTaps] = {}, of_bias = 0;
+  const int64_t tiles = shape.batch * t.tiles();
+#pragma unroll 1
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Place place(t, tile);
+    const int64_t image = image_at(shape, place.b, expert, lane);
+    __syncthreads();  // the tile before is done with
+    stage_input(staged, t, place, conv.input, shape, expert, lane);
+    __syncthreads();
+    walk(staged, t, place, lane, [&](int row, int column, const auto& around) {
+      inside(shape, row, column, [&](int64_t at, int i, int j) {
+        const C g = grad.at(image + at, statistics);
+        of_bias += g;
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) found[tap] += g * around[i + tap / 3][j + tap % 3];
+      });
+    });
+  }
+  leave_weights(conv, lane, found, of_bias, filter, 1, filter * kTaps, true, sums);
+}
+
+// Enough blocks to fill a GPU, each with several tiles to one partial result.
+int64_t weight_shares(const ConvShape& shape) {
+  const int64_t tiles = shape.batch * tiling_of(shape).tiles(), most = (tiles + 1) / 2;
+  const int64_t blocks = static_cast<int64_t>(channel_tiles(shape.in)) * shape.experts;
+  const int64_t wanted = (256 + blocks - 1) / blocks;
+  return wanted < most ? wanted : most;
+}
+
+dim3 grid_of(const ConvShape& shape, int64_t across) {
+  return dim3(blocks_for(across, 1).x, static_cast<unsigned>(channel_tiles(shape.in)),
+              static_cast<unsigned>(shape.experts));
+}
+
+}  // namespace
+
+template <typename T>
+Scratch forward_scratch(const ConvShape& shape) {
+  const int64_t blocks = shape.batch * tiling_of(shape).tiles();
+  return {3 * blocks * shape.experts * shape.out,
+          shape.experts * channel_tiles(shape.out) * reduce_tickets<kGroup>(blocks)};
+}
+template <typename T>
+Scratch backward_x_scratch(const ConvShape& shape) {
+  return backward_x_parts(shape, tiling_of(shape).tiles());
+}
+template <typename T>
+Scratch backward_weight_scratch(const ConvShape& shape) {
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, blocks = weight_shares(shape);
+  return {blocks * filters * (kTaps + 1), shape.experts * channel_tiles(shape.in) * reduce_tickets<kGroup>(blocks)};
+}
+
+template <typename T>
+cudaError_t forward(const ConvForward<T>& conv, cudaStream_t stream) {
+  const Tiling t = tiling_of(conv.shape);
+  const auto kernel = forward_kernel<T>;
+  return FASTMOD_LAUNCH_DYNAMIC(kernel, grid_of(conv.shape, conv.shape.batch * t.tiles()), kThreads, bytes_of<T>(t),
+                                stream, conv, t);
+}
+template <typename T>
+cudaError_t backward_x(const ConvBackwardX<T>& conv, cudaStream_t stream) {
+  const Tiling t = tiling_of(conv.shape);
+  const auto kernel = backward_x_kernel<T>;
+  return FASTMOD_LAUNCH_DYNAMIC(kernel, grid_of(conv.shape, conv.shape.batch * t.tiles()), kThreads, bytes_of<T>(t),
+                                stream, conv, t);
+}
+template <typename T>
+cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stream) {
+  const Tiling t = tiling_of(conv.shape);
+  const auto kernel = backward_weight_kernel<T>;
+  return FASTMOD_LAUNCH_DYNAMIC(kernel, grid_of(conv.shape, weight_shares(conv.shape)), kThreads, bytes_of<T>(t),
+                                stream, conv, t);
+}
+
+#define FASTMOD_INSTANTIATE(T)                                                        \
+  template Scratch forward_scratch<T>(const ConvShape&);                              \
+  template Scratch backward_x_scratch<T>(const ConvShape&);                           \
+  template Scratch backward_weight_scratch<T>(const ConvShape&);                      \
+  template cudaError_t forward<T>(const ConvForward<T>&, cudaStream_t);               \
+  template cudaError_t backward_x<T>(const ConvBackwardX<T>&, cudaStream_t);          \
+  template cudaError_t backward_weight<T>(const ConvBackwardWeight<T>&, cudaStream_t);
+FASTMOD_INSTANTIATE(float)
+FASTMOD_INSTANTIATE(__half)
+FASTMOD_INSTANTIATE(__nv_bfloat16)
+
+}  // namespace fastmod::cuda::depthwise
