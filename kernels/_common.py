@@ -138,6 +138,52 @@ def philox(seed, group, stream):
 
 
 @triton.jit
+def xor_of_three(a, b, c, NVIDIA: tl.constexpr):
+    if NVIDIA:  # one instruction, which Triton leaves to ptxas otherwise
+        return tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, $3, 0x96;", "=r,r,r,r", [a, b, c], tl.uint32, True, 1)
+    return a ^ b ^ c
+
+
+@triton.jit
+def philox_near(seed, group, stream, NVIDIA: tl.constexpr):
+    """As :func:`philox`, for groups (uint32) below 2**32. What they have in common in the first three rounds are
+    scalars, which are computed once; NVIDIA: the instructions of its GPUs may be named."""
+    multiplier0 = tl.full([], 0xD2511F53, tl.uint32)
+    multiplier1 = tl.full([], 0xCD9E8D57, tl.uint32)
+    step0 = tl.full([], 0x9E3779B9, tl.uint32)
+    step1 = tl.full([], 0xBB67AE85, tl.uint32)
+    c2 = tl.full([], stream, tl.uint32)
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    fixed = tl.umulhi(c2, multiplier1) ^ k0
+    of_stream = c2 * multiplier1
+    c2 = tl.umulhi(group, multiplier0) ^ k1
+    k0 += step0
+    k1 += step1
+    c0 = tl.umulhi(c2, multiplier1) ^ (of_stream ^ k0)
+    c1 = c2 * multiplier1
+    c2 = (group * multiplier0) ^ (tl.umulhi(fixed, multiplier0) ^ k1)
+    k0 += step0
+    k1 += step1
+    of_fixed = (fixed * multiplier0) ^ k1
+    high0, high1 = tl.umulhi(c0, multiplier0), tl.umulhi(c2, multiplier1)
+    c3 = c0 * multiplier0
+    c0 = xor_of_three(high1, c1, k0, NVIDIA)
+    c1 = c2 * multiplier1
+    c2 = high0 ^ of_fixed
+    for _ in tl.static_range(7):
+        k0 += step0
+        k1 += step1
+        high0, high1 = tl.umulhi(c0, multiplier0), tl.umulhi(c2, multiplier1)
+        low0 = c0 * multiplier0
+        c0 = xor_of_three(high1, c1, k0, NVIDIA)
+        c1 = c2 * multiplier1
+        c2 = xor_of_three(high0, c3, k1, NVIDIA)
+        c3 = low0
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def noise_word(seed, index, stream):
     """The word of element ``index`` (int64)."""
     c0, c1, c2, c3 = philox(seed, index >> 2, stream)
