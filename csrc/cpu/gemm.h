@@ -24,11 +24,11 @@ struct Epilogue {
 template <typename T>
 constexpr T kSlope = T(kLeakySlope);
 
-// What a product asks for while it computes: what its caller needs next, a cache line of each at every step (all at
+// What a product prefetches while it computes: what its caller needs next, a cache line of each at every step (all at
 // once would wait for one another); the weights of its next rows; or nothing, as all is near.
-enum class Asks { kAhead, kWeights, kNothing };
+enum class Prefetch { kNext, kWeights, kNone };
 
-// Of Asks::kAhead. Moves on as it goes, past the end if it has more steps than there are lines.
+// Of Prefetch::kNext. Moves on as it goes, past the end if it has more steps than there are lines.
 template <typename T>
 struct Ahead {
   static constexpr int64_t kLine = 64 / sizeof(T);
@@ -37,13 +37,13 @@ struct Ahead {
 };
 
 // C[kRows, kVectors vectors] from A[kRows, k] and B[k, ...]; the last vector of C and B holds `last` columns, fewer
-// than a vector has only if kPartial. kAhead: no epilogue, which in a product of a few blocks costs more than the sums.
-// kNothing: no activations.
-template <typename T, int kRows, int kVectors, bool kPartial, Asks kAsks>
+// than a vector has only if kPartial. kNext: no epilogue, which in a product of a few blocks costs more than the sums.
+// kNone: no activations.
+template <typename T, int kRows, int kVectors, bool kPartial, Prefetch kPrefetch>
 void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int64_t c_stride, int64_t last,
                 const Epilogue<T>& epilogue, Ahead<T>* ahead) {
   constexpr int lanes = kLanes<T>;
-  constexpr bool kPlain = kAsks == Asks::kAhead;
+  constexpr bool kPlain = kPrefetch == Prefetch::kNext;
   Vec<T> sum[kRows][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
@@ -55,7 +55,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
   Ahead<T> next{};
   if (kPlain) next = *ahead;
   // Weights come from far, as an optimiser has just changed them, and in short pieces of many rows or columns, which no
-  // hardware prefetcher foresees: what the next block of rows reads at this step is asked for now. Along rows: a line of
+  // hardware prefetcher foresees: what the next block of rows reads at this step is fetched now. Along rows: a line of
   // each in turn. Down columns: the next line of this one.
   const bool along = a.column_stride == 1;
   const int64_t soon = along ? kRows * a.row_stride : 64 / int64_t(sizeof(T)), soon_stride = along ? a.row_stride : 0;
@@ -69,7 +69,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       __builtin_prefetch(next.write, 1);
       next.read += next.kLine;
       next.write += next.kLine;
-    } else if (kAsks == Asks::kWeights) {
+    } else if (kPrefetch == Prefetch::kWeights) {
       __builtin_prefetch(a_row + soon + (p & 7) * soon_stride);
     }
 #pragma GCC unroll 16
@@ -102,7 +102,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       }
   };
   // Asked once a block: a short product would spend a tenth of its time on asking again for every vector.
-  const bool activation = kAsks == Asks::kWeights && (epilogue.leaky || epilogue.activation);
+  const bool activation = kPrefetch == Prefetch::kWeights && (epilogue.leaky || epilogue.activation);
   const bool add = !kPlain && epilogue.accumulate;
   if (activation && add) finish.template operator()<true, true>();
   else if (activation) finish.template operator()<false, true>();
@@ -124,11 +124,11 @@ constexpr int block_rows(int vectors) {
 
 // `rows` rows in `blocks` blocks of kRows rows or a little less each: a last block of one or two would have too few
 // sums in flight.
-template <typename T, int kVectors, bool kPartial, Asks kAsks, int kRows>
+template <typename T, int kVectors, bool kPartial, Prefetch kPrefetch, int kRows>
 FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t blocks, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
                               int64_t c_stride, int64_t last, Epilogue<T> epilogue, Ahead<T>* ahead) {
   for (; rows > blocks * (kRows - 1); --blocks) {
-    gemm_block<T, kRows, kVectors, kPartial, kAsks>(k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
+    gemm_block<T, kRows, kVectors, kPartial, kPrefetch>(k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
     rows -= kRows;
     a.data += kRows * a.row_stride;
     c += kRows * c_stride;
@@ -137,31 +137,31 @@ FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t blocks, int64_t k, Strided<T
   }
   if constexpr (kRows > 1) {
     if (rows > 0)
-      gemm_rows<T, kVectors, kPartial, kAsks, kRows - 1>(rows, blocks, k, a, b, b_stride, c, c_stride, last, epilogue,
-                                                         ahead);
+      gemm_rows<T, kVectors, kPartial, kPrefetch, kRows - 1>(rows, blocks, k, a, b, b_stride, c, c_stride, last,
+                                                             epilogue, ahead);
   }
 }
 
 // All rows of A against the columns from `b` on, as many as the largest block has or as are left; returns how many.
-template <typename T, Asks kAsks, int kVectors = kBlockVectors>
+template <typename T, Prefetch kPrefetch, int kVectors = kBlockVectors>
 FASTMOD_INLINE int64_t gemm_panel(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride,
                                   T* c, int64_t c_stride, const Epilogue<T>& epilogue, Ahead<T>* ahead) {
   constexpr int lanes = kLanes<T>;
   if constexpr (kVectors > 1) {
     if (columns <= (kVectors - 1) * lanes)
-      return gemm_panel<T, kAsks, kVectors - 1>(m, columns, k, a, b, b_stride, c, c_stride, epilogue, ahead);
+      return gemm_panel<T, kPrefetch, kVectors - 1>(m, columns, k, a, b, b_stride, c, c_stride, epilogue, ahead);
   }
-  constexpr int kRows = kAsks == Asks::kAhead ? block_rows(kVectors) : kBlockRows;
+  constexpr int kRows = kPrefetch == Prefetch::kNext ? block_rows(kVectors) : kBlockRows;
   const int64_t last = columns - (kVectors - 1) * lanes, blocks = (m + kRows - 1) / kRows;
   if (last >= lanes)
-    gemm_rows<T, kVectors, false, kAsks, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, lanes, epilogue, ahead);
+    gemm_rows<T, kVectors, false, kPrefetch, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, lanes, epilogue, ahead);
   else
-    gemm_rows<T, kVectors, true, kAsks, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
+    gemm_rows<T, kVectors, true, kPrefetch, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
   return kVectors * lanes;
 }
 
 // C[m, columns] = A[m, k] B[k, columns]. The activation, if any, is readable up to whole vectors.
-template <typename T, Asks kAsks = Asks::kWeights>
+template <typename T, Prefetch kPrefetch = Prefetch::kWeights>
 void gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int64_t c_stride,
           const Epilogue<T>& epilogue) {
   for (int64_t depth = 0; depth == 0 || depth < k; depth += kBlockDepth) {
@@ -174,8 +174,8 @@ void gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64
     const Strided<T> part{a.data + depth * a.column_stride, a.row_stride, a.column_stride};
     const T* right = b + depth * b_stride;
     for (int64_t column = 0; column < columns;) {
-      const int64_t done = gemm_panel<T, kAsks>(m, columns - column, steps, part, right + column, b_stride, c + column,
-                                                c_stride, here, nullptr);
+      const int64_t done = gemm_panel<T, kPrefetch>(m, columns - column, steps, part, right + column, b_stride,
+                                                    c + column, c_stride, here, nullptr);
       column += done;
       if (here.activation) here.activation += done;
     }
@@ -187,7 +187,7 @@ template <typename T>
 FASTMOD_INLINE void small_gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
                                int64_t c_stride, Ahead<T>* ahead) {
   for (int64_t column = 0; column < columns;)
-    column += gemm_panel<T, Asks::kAhead>(m, columns - column, k, a, b + column, b_stride, c + column, c_stride, {},
+    column += gemm_panel<T, Prefetch::kNext>(m, columns - column, k, a, b + column, b_stride, c + column, c_stride, {},
                                           ahead);
 }
 

@@ -146,7 +146,7 @@ void masked_linear_forward(const MaskedLinearArgs<T>& args, int64_t block, T* sc
                                  .accumulate = column > 0};
       for (int64_t row = 0; row < args.rows; row += kTile) {
         const int64_t width = std::min(kTile, args.rows - row), before = s * args.rows + row;
-        gemm<T, Asks::kNothing>(count, width, piece.columns, {piece.masked, piece.kStride, 1},
+        gemm<T, Prefetch::kNone>(count, width, piece.columns, {piece.masked, piece.kStride, 1},
                                 args.tiles + before * args.in + column * width, width, results + before * kMaskedRows,
                                 width, epilogue);
       }
@@ -174,7 +174,7 @@ bool masked_linear_weight_grad(const MaskedLinearArgs<T>& args, int64_t block, i
     std::copy_n(args.grad + row * args.out + first, count, grads + row * kMaskedRows);
   for (int64_t s = 0; s < args.mask.samples; ++s) {
     if (outer)
-      gemm<T, Asks::kNothing>(count, piece.columns, args.rows, {grads + s * args.rows * kMaskedRows, 1, kMaskedRows},
+      gemm<T, Prefetch::kNone>(count, piece.columns, args.rows, {grads + s * args.rows * kMaskedRows, 1, kMaskedRows},
                               args.x + s * args.rows * args.in + column, args.in, piece.outer, piece.kStride, {});
     piece.draw(s, false, kMaskedRows * args.in);
   }
@@ -211,7 +211,7 @@ void masked_linear_input_grad(const MaskedLinearArgs<T>& args, const MaskedPanel
           store(scratch + (r - row) * kWidth + i, masked);
         });
       }
-      gemm<T, Asks::kNothing>(args.rows, columns, depth, {args.grad + s * args.rows * args.out + row, args.out, 1},
+      gemm<T, Prefetch::kNone>(args.rows, columns, depth, {args.grad + s * args.rows * args.out + row, args.out, 1},
                               scratch, kWidth, unit.grad_x + s * args.rows * args.in + unit.column, args.in,
                               {.accumulate = row > 0});
     }

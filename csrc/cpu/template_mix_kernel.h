@@ -33,7 +33,7 @@ namespace fastmod::cpu::FASTMOD_ISA {
 
 template <typename T>
 void template_mix_forward(const TemplateMixArgs<T>& args, int64_t first, int64_t columns) {
-  gemm<T, Asks::kNothing>(args.rows, columns, args.templates, {args.weights, args.templates, 1}, args.bank + first,
+  gemm<T, Prefetch::kNone>(args.rows, columns, args.templates, {args.weights, args.templates, 1}, args.bank + first,
                           args.size, args.out + first, args.size, {});
 }
 
@@ -51,12 +51,12 @@ void template_mix_backward(const TemplateMixArgs<T>& args, int64_t first, int64_
     const int64_t columns = std::min(args.tile, end - at);
     const T *grad = args.grad + at, *bank = args.bank + at;
     if (args.grad_bank)
-      gemm<T, Asks::kNothing>(templates, columns, rows, {args.weights, 1, templates}, grad, size, args.grad_bank + at,
+      gemm<T, Prefetch::kNone>(templates, columns, rows, {args.weights, 1, templates}, grad, size, args.grad_bank + at,
                               size, {});
     if (!grad_weights) continue;
     if (templates >= kLanes<T>) {
       transpose(bank, size, templates, columns, scratch, templates);
-      gemm<T, Asks::kNothing>(rows, templates, columns, {grad, size, 1}, scratch, templates, grad_weights, templates,
+      gemm<T, Prefetch::kNone>(rows, templates, columns, {grad, size, 1}, scratch, templates, grad_weights, templates,
                               {.accumulate = at > first});
     } else {  // too few for vectors of templates
       const bool add = at > first;

@@ -190,9 +190,9 @@ class Rewriter:
                 found[name] = self.left[name]
             elif isinstance(module, (nn.Conv2d, _BatchNorm)) and name not in self._done:
                 parts = name.split(".")
-                around = [".".join(parts[:i]) for i in range(1, len(parts)) if ".".join(parts[:i]) in met]
-                if around:
-                    found[name] = f"is inside of {around[0]}, which has hooks or runs by itself"
+                outer = [".".join(parts[:i]) for i in range(1, len(parts)) if ".".join(parts[:i]) in met]
+                if outer:
+                    found[name] = f"is inside of {outer[0]}, which has hooks or runs by itself"
                 elif name not in met:
                     found[name] = "is not used"
                 else:

@@ -34,10 +34,10 @@ class BasicBlock(nn.Module):
         """``[B, T, C, H, W]`` -> the same for T tasks by their own weights and statistics, on fused ops."""
         y = convolved(self, "conv1", "norm1", x, weights, buffers, relu=True)
         y = convolved(self, "conv2", "norm2", y, weights, buffers)
-        around: Tensor | Pending = x
+        shortcut: Tensor | Pending = x
         if self.shortcut is not None:
-            around = convolved(self, "shortcut", "shortcut_norm", x, weights, buffers)
-        return finish(y, around)
+            shortcut = convolved(self, "shortcut", "shortcut_norm", x, weights, buffers)
+        return finish(y, shortcut)
 
 
 class Expert(nn.Module):

@@ -213,16 +213,16 @@ class ExpertBlock(_Residual):
     def chained(self, source: int, first: int) -> list[chain.Layer]:
         """The block as layers of a chain: it reads value ``source``, its first layer gives value ``first``."""
         layers = [chained(self.conv1.weight, None, self.conv1.stride, self.norm1, source, relu=True)]
-        around = source
+        shortcut = source
         if self.shortcut is not None:
-            around = first + 1
+            shortcut = first + 1
             layers.append(chained(self.shortcut.weight, None, self.shortcut.stride, self.shortcut_norm, source))
-        layers.append(chained(self.conv2.weight, None, 1, self.norm2, first, relu=True, residual=around))
+        layers.append(chained(self.conv2.weight, None, 1, self.norm2, first, relu=True, residual=shortcut))
         return layers
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        y, *around = side_by_side(self.begin(x))
-        return finish(self.norm2.after(self.conv2, y), around[0] if around else x, gate=gate)
+        y, *shortcut = side_by_side(self.begin(x))
+        return finish(self.norm2.after(self.conv2, y), shortcut[0] if shortcut else x, gate=gate)
 
 
 class ExpertBottleneck(_Residual):
@@ -238,9 +238,9 @@ class ExpertBottleneck(_Residual):
         self.norm3 = ExpertNorm(4 * width, experts)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        y, *around = side_by_side(self.begin(x))
+        y, *shortcut = side_by_side(self.begin(x))
         y = self.norm2.after(self.conv2, y, relu=True)
-        return finish(self.norm3.after(self.conv3, y), around[0] if around else x, gate=gate)
+        return finish(self.norm3.after(self.conv3, y), shortcut[0] if shortcut else x, gate=gate)
 
 
 def count_batches(x: Tensor, *modules: nn.Module) -> None:
