@@ -127,8 +127,8 @@ def masked_tiles(
     weight = read(tl.load(weight_ptr + at, mask=inside, other=0.0), LT, DT)
     weight = tl.where(logit == logit, weight, float("nan")).to(DT)  # no NaN turns into a confident mask
     off = weight * 0.0  # 0 * inf is NaN here as in torch
-    # The choice keeps AMD's compiler from joining a conversion from fp16 and a product.
-    low = low_words(tl.where(logit == logit, logit, 0.0) if tl.float16 == LT else logit)
+    # Bounds, beyond which nothing changes, keep AMD's compiler from joining a conversion from fp16 and a product.
+    low = low_words(tl.maximum(tl.minimum(logit, 200.0), -200.0) if tl.float16 == LT else logit)
     words = tile_words(seed, s, o, begin, OUT, IN, QUADS, NEAR, NVIDIA, BLOCK_O, BLOCK_I)
     others = words
     near = words - low
