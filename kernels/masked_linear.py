@@ -127,7 +127,8 @@ def masked_tiles(
     weight = read(tl.load(weight_ptr + at, mask=inside, other=0.0), LT, DT)
     weight = tl.where(logit == logit, weight, float("nan")).to(DT)  # no NaN turns into a confident mask
     off = weight * 0.0  # 0 * inf is NaN here as in torch
-    low = low_words(logit)
+    # Bounds, beyond which nothing changes, keep AMD's compiler from joining a conversion from fp16 and a product.
+    low = low_words(tl.maximum(tl.minimum(logit, 200.0), -200.0) if tl.float16 == LT else logit)
     words = tile_words(seed, s, o, begin, OUT, IN, QUADS, NEAR, NVIDIA, BLOCK_O, BLOCK_I)
     others = words
     near = words - low
@@ -412,6 +413,12 @@ def tile(
     return constants
 
 
+def forward_options(constants: dict[str, Any]) -> dict[str, Any]:
+    """ptxas spills for sm_120 where eight warps take one sample of 16 bits."""
+    small = constants["QUADS"] and constants["BLOCK_S"] == 1 and constants["DT"] in (tl.bfloat16, tl.float16)
+    return WEIGHT_OPTIONS if small and torch.version.hip is None else STEP_OPTIONS
+
+
 def weight_tile(constants: dict[str, Any], at_one: bool, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constants and options of the gradients of weight and logits, from those of a product."""
     double = constants["CT"] == tl.float64
@@ -475,7 +482,7 @@ def masked_linear_forward(
             x_ptr=dense, x_step=x_step, biases_ptr=biases, bias_step=0 if biases is None else biases.stride(-2),
             biases_step=biases.stride(0) if many and biases is not None else 0, out_ptr=out, first_sample=first,
             samples=samples, rows=rows, programs=each, **weight_args(weight, logits, seed), **constants,
-            **STEP_OPTIONS,
+            **forward_options(constants),
         )  # fmt: skip
     return out
 
@@ -551,7 +558,9 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         }
         forward = {**shared, **sizes["BLOCK_O"], "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": low}
         backward_x = {**shared, **sizes["BLOCK_I"], "grad_ptr": low, "dx_ptr": p}
-        found.append(Specialisation(forward_kernel, forward, STEP_OPTIONS, case, on_amd_step))
+        found.append(
+            Specialisation(forward_kernel, forward, forward_options(forward), case, {**on_amd_step, "num_warps": 8})
+        )
         found.append(Specialisation(backward_x_kernel, backward_x, STEP_OPTIONS, case, on_amd_step))
         for at_one in (True, False) if columns > 400 else ():
             sizes_of_weight, of_weight = weight_tile(sizes["BLOCK_I"], at_one, layers)
