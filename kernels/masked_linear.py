@@ -182,8 +182,10 @@ def multiplied(a, b, zeros, PRECISION: tl.constexpr, NVIDIA: tl.constexpr):
 def store_rows(ptr, parts, s, r, columns, samples, rows, SIZE, biases_ptr, bias_step, LT: tl.constexpr):
     value = tl.sum(parts, axis=0)
     if biases_ptr is not None:
-        biases = tl.load(biases_ptr + s * bias_step + columns, mask=columns < tl.where(s < samples, SIZE, 0), other=0.0)
-        value += read(biases, LT, value.dtype)[None, :]
+        there = columns < tl.where(s < samples, SIZE, 0)
+        biases = read(tl.load(biases_ptr + s * bias_step + columns, mask=there, other=0.0), LT, value.dtype)
+        # A choice after widening, as AMD's compiler makes one fused instruction of a widened number and a sum.
+        value += tl.where(there, biases, 0.0)[None, :]
     inside = (r < tl.where(s < samples, rows, 0))[:, None] & (columns < SIZE)[None, :]
     at = ((s * rows + r) * SIZE)[:, None] + columns[None, :]
     tl.store(ptr + at, rounded(value, ptr.dtype.element_ty), mask=inside)
