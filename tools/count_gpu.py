@@ -361,12 +361,14 @@ def print_counts(case: Case, dtype: str, module: Any) -> None:
         each = [lines / loads for (_, kind), (loads, lines, _) in vm.mpc.items() if kind[:2] == ("global", "ld")]
         worst = max(each, default=0.0)
         moved = told["global_read"], told["global_written"]
-        again: tuple[float, float, tuple[int, ...]] = (0.0, 0.0, ())
+        images, others, whose = 0.0, 0.0, tuple[int, ...]()
         if case.shape.op == "norm_conv":
             affine, weight = math.prod(case.shape.shapes[2]), math.prod(case.shape.shapes[1])
             filters = math.prod(case.shape.shapes[1][:2])
-            again = reads(vm, launch, weight * launch_table.DTYPES[dtype].itemsize, 4 * max(affine, filters))
-        own = Counts(told["instructions"], *moved, told["mma"], told["lines_per_load"], worst, *again, len(vm.races))
+            size = weight * launch_table.DTYPES[dtype].itemsize
+            images, others, whose = reads(vm, launch, size, 4 * max(affine, filters))
+        lines, races = told["lines_per_load"], len(vm.races)
+        own = Counts(told["instructions"], *moved, told["mma"], lines, worst, images, others, whose, races)
         counts.append((launch.name, own))
 
     error = "not compared"
