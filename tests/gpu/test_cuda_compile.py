@@ -78,7 +78,7 @@ def compiles_without_spills(name: str, target: str, ptx: Path, *, disassemble: b
             assert needs.tensor_core > 0, (symbol, needs)
 
 
-#: File -> a kernel of its that draws masks, and how many of them there are: those of 16 bits twice, for fp32 beside them.
+#: File -> a kernel of its that draws masks, and how many there are: in 16 bits twice, as they may read fp32.
 DRAWN = {
     "sample_mask": ("forward_kernel", 8),  # four dtypes, one or four weights a thread
     "masked_linear": ("product_kernel", 10),  # forward and backward
