@@ -93,8 +93,8 @@ class Geometry(Protocol):
     def backward(self, grad: Tensor, part: Tensor, weight: Any, needs: tuple[bool, bool], out: Tensor | None) -> Any:
         """Gradients of the part, in ``out``, and of the masked weight."""
 
-    def bias_sum(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """[out], of one sample or of all"""
+    def bias_sum(self, grad: Tensor, dtype: torch.dtype, kept: int = 0) -> Tensor:
+        """[out], with the first ``kept`` dimensions of ``grad`` in front."""
 
     def forward_at_once(self, draws: Draws, *tensors: Tensor | None) -> Tensor: ...
 
@@ -193,8 +193,8 @@ def _backward(
     if bias is not None and bias_logits is None and need_bias:
         result[3] = geometry.bias_sum(grad, bias.dtype)
     elif bias is not None and bias_logits is not None and (need_bias or need_bias_logits):
-        wide_dtype, parts = _checks.compute_dtype(grad), geometry.parts(grad, draws.samples)
-        sums = torch.stack([geometry.bias_sum(g, wide_dtype) for g in parts])  # [S, out]
+        parts = grad.unflatten(0, (draws.samples, grad.shape[0] // draws.samples))
+        sums = geometry.bias_sum(parts, _checks.compute_dtype(grad), kept=1)  # [S, out]
         if need_bias:
             result[3] = draws.bias_gradient(sums, bias_logits, seed).to(bias.dtype)
         if need_bias_logits:

@@ -376,8 +376,8 @@ class Convolution(NamedTuple):
         own = self.stride, self.padding, self.dilation, False, [0, 0], self.groups
         return _CONVOLUTION_BACKWARD(grad, part, weight, None, *own, [*needs, False])[:2]
 
-    def bias_sum(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        return grad.sum((0, 2, 3), dtype=dtype)
+    def bias_sum(self, grad: Tensor, dtype: torch.dtype, kept: int = 0) -> Tensor:
+        return grad.sum((kept, -2, -1), dtype=dtype)
 
     def forward_at_once(self, draws: Draws, *tensors: Tensor | None) -> Tensor:
         raise NotImplementedError

@@ -253,8 +253,8 @@ class Linear:
     ) -> tuple[Tensor | None, Tensor | None]:
         return torch.mm(grad, weight, out=out) if needs[0] else None, torch.mm(grad.t(), part) if needs[1] else None
 
-    def bias_sum(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        return grad.sum(tuple(range(grad.dim() - 1)), dtype=dtype)
+    def bias_sum(self, grad: Tensor, dtype: torch.dtype, kept: int = 0) -> Tensor:
+        return grad.sum(tuple(range(kept, grad.dim() - 1)), dtype=dtype)
 
     def forward_at_once(self, draws: Draws, *tensors: Any) -> Tensor:
         return FORWARD[draws.triton](*tensors, draws.samples, draws.first, draws.low)

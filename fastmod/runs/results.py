@@ -21,6 +21,7 @@ whose values are the columns; ``at``: the value to count trials at, or left out.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import re
 import shlex
@@ -39,8 +40,7 @@ from fastmod.studies import registry
 FORMAT = "fastmod result 1"
 FEW_CELLS = 12
 HEADER = (
-    "| study, row | paper | ours (mean ± standard error) | seeds | steps | minutes | setting | commit |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| row | paper | ours (mean ± standard error) | seeds | steps | minutes |\n| --- | --- | --- | --- | --- | --- |"
 )
 _BEGIN = re.compile(r"<!-- results (?P<words>[^\n]*?) -->\n")
 _END = "<!-- end of results -->"
@@ -128,24 +128,27 @@ def _apart(study: Study, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in kept and defaults.get(key) != value}
 
 
-def lines(kept: Mapping[str, Any], rows: str = "") -> list[str]:
-    """Rows of the table, in Markdown; those without a figure of ours are left out."""
-    found = []
-    for row in kept["rows"]:
-        if row["mean"] is None or not re.search(rows, row["name"]):
-            continue
-        cells = [
-            f"`{kept['study']}` {row['name']}", row["paper"], shown(row["mean"], row["standard_error"]),
-            _seeds(kept["seeds"], row["trials"]), f"{row['steps']:,}", f"{row['minutes']:.1f}", row["setting"],
-            _commit(kept["versions"]),
-        ]  # fmt: skip
-        found.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return found
+def tables_of(kept: Mapping[str, Any], rows: str = "") -> list[str]:
+    """A table in Markdown for the rows of each setting, below a line that says study, commit and setting; rows without
+    a figure of ours are left out."""
+    found = [row for row in kept["rows"] if row["mean"] is not None and re.search(rows, row["name"])]
+    made = []
+    for setting, several in itertools.groupby(found, lambda row: row["setting"]):
+        above = f"`{kept['study']}`, commit {_commit(kept['versions'])}; {setting}:"
+        made.append("\n".join([above, "", HEADER, *(_line(row, kept["seeds"]) for row in several)]))
+    return made
+
+
+def _line(row: Mapping[str, Any], seeds: Sequence[int]) -> str:
+    cells = [
+        row["name"], row["paper"], shown(row["mean"], row["standard_error"]), _seeds(seeds, row["trials"]),
+        f"{row['steps']:,}", f"{row['minutes']:.1f}",
+    ]  # fmt: skip
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _rows(records: Sequence[Mapping[str, Any]], rows: str) -> str:
-    found = [line for kept in records for line in lines(kept, rows)]
-    return "\n".join([HEADER, *found]) if found else ""
+    return "\n\n".join(table for kept in records for table in tables_of(kept, rows))
 
 
 def _grids(records: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) -> str:

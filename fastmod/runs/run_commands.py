@@ -68,7 +68,7 @@ def results(
         if write is None:
             if not new:
                 raise StudyError("expected run folders, or --write PAGE to make its tables again")
-            say("\n".join([rows.HEADER, *(line for kept in new for line in rows.lines(kept))]))
+            say("\n\n".join(table for kept in new for table in rows.tables_of(kept)))
             for kept in new:
                 if "sweep" in kept:
                     count, axes = len(kept["sweep"]["cells"]), "|".join(kept["sweep"]["axes"])

@@ -99,19 +99,22 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return json.loads((run / "result.json").read_text())["table"]
 
 
-def test_a_row_says_all(runs: list[Path]) -> None:
+def test_a_table_says_all(runs: list[Path]) -> None:
     kept = results.record(runs[1])
     kept["versions"] = {"commit": "0123456789abcdef with changes"}
-    line = results.lines(kept)[0]
+    (table,) = results.tables_of(kept)
+    above, empty, header, _, line, *_ = table.splitlines()
+    assert not empty and header.startswith("| row |")
+    assert above.startswith("`doubleadd`, commit 0123456789ab +; not the paper's setting: lr 0.5 (0.0003)")
+    assert above.endswith("; not printed there, but other than by default: steps 12 (20000), batch 4 (128):")
     name, paper = rows_of(runs[1])[0]["name"], rows_of(runs[1])[0]["paper"]
-    setting = line.split(" | ")[-2]
-    assert setting.startswith("not the paper's setting: lr 0.5 (0.0003)")
-    assert setting.endswith("; not printed there, but other than by default: steps 12 (20000), batch 4 (128)")
     minutes = f"{rows_of(runs[1])[0]['minutes']:.1f}"
-    cells = [f"`doubleadd` {name}", paper, "0.250 ± 0.125", "3 (8 trials)", "12", minutes, setting, "0123456789ab +"]
+    cells = [name, paper, "0.250 ± 0.125", "3 (8 trials)", "12", minutes]
     assert line == f"| {' | '.join(cells)} |"
     assert kept["apart"]["lr"] == 0.5 and "width" in kept["apart"] and "data" not in kept["apart"]
-    assert len(results.lines(kept, "trained pairs$")) == 1
+    assert len(results.tables_of(kept, "trained pairs$")[0].splitlines()) == 5
+    kept["rows"][1]["setting"] = "another"
+    assert len(results.tables_of(kept)) == 2 + (len(kept["rows"]) > 2), "a table for each setting"
 
 
 def test_page_keeps_what_was_written_by_hand(runs: list[Path], tmp_path: Path) -> None:
@@ -119,11 +122,9 @@ def test_page_keeps_what_was_written_by_hand(runs: list[Path], tmp_path: Path) -
     page.write_text(PAGE)
     done = in_process("results", *runs, "--write", page)
     assert done.code == 0, done.text
-    lines = [line for run in runs for line in results.lines(results.record(run), "OOD")]
-    assert len(lines) == 3
-    expected = PAGE.replace("old", "\n".join([results.HEADER, *lines])).replace(
-        "algo -->\n", "algo -->\n(no run yet)\n"
-    )
+    tables = [table for run in runs for table in results.tables_of(results.record(run), "OOD")]
+    assert "\n".join(tables).count("\n| ") == 3 + 2 * len(tables)
+    expected = PAGE.replace("old", "\n\n".join(tables)).replace("algo -->\n", "algo -->\n(no run yet)\n")
     assert page.read_text() == expected
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == ["first.json", "second.json"]
     assert in_process("results", "--write", page).code == 0
@@ -131,7 +132,7 @@ def test_page_keeps_what_was_written_by_hand(runs: list[Path], tmp_path: Path) -
     before = (tmp_path / "found" / "first.json").read_text()
     shutil.rmtree(tmp_path / "found")
     assert in_process("results", runs[0], "--write", page).code == 0
-    assert page.read_text().count("`doubleadd`") == 2 and (tmp_path / "found" / "first.json").read_text() == before
+    assert page.read_text().count("`doubleadd`") == 1 and (tmp_path / "found" / "first.json").read_text() == before
 
 
 def test_sweep(tmp_path: Path) -> None:
