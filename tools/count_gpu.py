@@ -3,13 +3,13 @@
     python tools/count_gpu.py                       launches, registers, spills, shared memory, tensor core instructions
     python tools/count_gpu.py --ptxvm FOLDER        and what a run of their PTX does: instructions, bytes, lines
     python tools/count_gpu.py --autocast            of fp32 tensors under autocast to bf16
-    python tools/count_gpu.py --ptxvm FOLDER --triton   the Triton kernels of masked_linear instead
     python tools/count_gpu.py --write-launches      fastmod/gpu/launches.csv and geometry.csv anew
 
-Needs nvcc, g++ and Triton's wheel (for its cuobjdump). FOLDER holds ptxvm.py, an interpreter of PTX that is no part of
-this project: with ``VM`` (``launch(kernel, grid, block, arguments, dynamic)``), ``parse`` and ``counters``. The ops run
-over the host harness of the tests; the interpreter takes each launch over, with its arguments, on the memory of this
-process, so that all that follows meets the right values, and the results are compared with plain PyTorch in fp64.
+Needs nvcc, g++ and Triton's wheel (for its cuobjdump). Triton's kernels: tools/count_triton.py. FOLDER holds
+ptxvm.py, an interpreter of PTX that is no part of this project: with ``VM`` (``launch(kernel, grid, block, arguments,
+dynamic)``), ``parse`` and ``counters``. The ops run over the host harness of the tests; the interpreter takes each
+launch over, with its arguments, on the memory of this process, so that all that follows meets the right values, and
+the results are compared with plain PyTorch in fp64.
 """
 
 from __future__ import annotations
@@ -32,17 +32,12 @@ sys.path[:0] = [str(ROOT)]
 
 import numpy as np  # noqa: E402  (the path comes first)
 import torch  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 import fastmod  # noqa: E402
-from fastmod.gpu import aten, cuda_part, discover, launch_table, resources, shapes, tools  # noqa: E402
+from fastmod.gpu import aten, cuda_part, discover, launch_table, shapes, tools  # noqa: E402
 from fastmod.gpu.targets import find  # noqa: E402
 from fastmod.ops import _pool_linear as _pool_linear_op  # noqa: E402
 from fastmod.ops import _squeeze_excite as _squeeze_excite_op  # noqa: E402
-from fastmod.ops.sample_mask import reference as _sample_mask_reference  # noqa: E402
 from tests.helpers.cuda_host import recorder  # noqa: E402
 
 ARCH = "sm_80"  # the interpreter knows mma.sync and cp.async, not what came later
@@ -80,7 +75,7 @@ def _products(shape: shapes.Shape, dtypes: tuple[str, ...] = ("fp32", "bf16")) -
     return Case(shape, "multiply-add", shape.products, dtypes)
 
 
-def _weights(shape: shapes.Shape, samples: int) -> Case:
+def weight_case(shape: shapes.Shape, samples: int) -> Case:
     """Of an op whose work goes by weights."""
     return Case(shape, "weight and sample", samples * math.prod(shape.shapes[-1]))
 
@@ -139,9 +134,9 @@ CASES = (
     _products(shapes.multiplex(16, 8, 8, 10)),
     _products(shapes.multiplex(4, 16, 16, 32)),
     _products(shapes.multiplex(2, 5, 4, 196)),
-    _weights(shapes.masked_linear(128, 128, 64, 4), 4),
-    _weights(shapes.masked_linear(128, 2000, 2000, 4), 4)._replace(part=_masked_columns),
-    _weights(shapes.sample_mask(8192, 4), 4),
+    weight_case(shapes.masked_linear(128, 128, 64, 4), 4),
+    weight_case(shapes.masked_linear(128, 2000, 2000, 4), 4)._replace(part=_masked_columns),
+    weight_case(shapes.sample_mask(8192, 4), 4),
     _products(shapes.masked_conv2d(4, 32, 8, 64, 2)),
     _products(shapes.norm_conv(4, 1, 16, 16, 32)),
     _products(shapes.norm_conv(4, 1, 32, 32, 16)),
@@ -177,7 +172,6 @@ def main() -> None:
     parser.add_argument("--op", action="append", help="only this op; repeat for several")
     parser.add_argument("--shape", help="only shapes with this in their names")
     parser.add_argument("--autocast", action="store_true", help="fp32 tensors under autocast to bf16")
-    parser.add_argument("--triton", action="store_true", help="the Triton kernels of masked_linear, with --ptxvm")
     parser.add_argument("--write-launches", action="store_true", help="only write launches.csv and geometry.csv anew")
     asked = parser.parse_args()
     if asked.write_launches:
@@ -185,11 +179,6 @@ def main() -> None:
         print(f"wrote {launch_table.FILE} and {launch_table.GEOMETRY}")
         return
     print(f"commit {commit()}, {ARCH}, nvcc {tools.nvcc_version(tools.nvcc())}\n")
-    if asked.triton:
-        if asked.ptxvm is None:
-            parser.error("--triton needs --ptxvm FOLDER")
-        print_triton(interpreter(asked.ptxvm))
-        return
     wanted = [case for case in CASES if not asked.op or case.shape.op in asked.op]
     if asked.autocast:
         wanted = [case._replace(autocast=True, dtypes=("fp32",)) for case in wanted]
@@ -401,10 +390,14 @@ def interpret(vm: Any, code: Any, launch: recorder.Launch, blocks: Sequence[int]
 
 
 def interpreted_error(case: Case, dtype: torch.dtype, run: recorder.Listener) -> float:
-    """Outputs of the interpreted kernels against plain PyTorch in fp64, relative to the largest value."""
+    """Of the interpreted kernels."""
+    tensors = case.shape.tensors(dtype=dtype)
+    return error_of(case, tensors, recorder.results(case.sample(), tensors, run))
+
+
+def error_of(case: Case, tensors: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """Outputs and gradients against plain PyTorch in fp64, relative to the largest value."""
     shape = case.shape
-    tensors = shape.tensors(dtype=dtype)
-    found = recorder.results(case.sample(), tensors, run)
     with fastmod.use_backend("reference"):
         read = [t.detach().bfloat16() if case.autocast else t.detach() for t in tensors]
         wide = [t.double().requires_grad_() for t in read]
@@ -412,109 +405,6 @@ def interpreted_error(case: Case, dtype: torch.dtype, run: recorder.Listener) ->
         exact = [*outputs, *torch.autograd.grad(outputs, wide, [torch.ones_like(out) for out in outputs])]
     pairs = [(a.detach().double(), b.detach()) for a, b in zip(found, exact, strict=True)]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
-
-
-# ------------------------------------------------------------------------------------------------------- Triton
-
-#: Inputs and outputs of what is counted, with 4 samples of 32 rows; 2000: sums as deep as in a large layer.
-TRITON_SHAPES = {
-    "forward_kernel": ((128, 64), (2000, 64)),
-    "backward_x_kernel": ((128, 64), (64, 2000)),
-    "backward_weight_kernel": ((128, 64),),
-}
-
-
-class Interpreted:
-    """A Triton kernel whose launches are compiled for ARCH, as Triton would for these arguments, and interpreted."""
-
-    def __init__(self, kernel: Any, module: Any, told: Callable[[Any, Any, int], None]) -> None:
-        self.kernel, self.module, self.told = kernel, module, told
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda **values: self.launch(grid, values)
-
-    def launch(self, grid: tuple[int, ...], values: dict[str, Any]) -> None:
-        names = [param.name for param in self.kernel.params]
-        options = {name: values.pop(name) for name in list(values) if name not in names}
-        signature, constants, attributes, arguments = {}, {}, {}, []
-        for i, param in enumerate(self.kernel.params):
-            name, value = param.name, values.get(param.name)
-            if param.is_constexpr or value is None:
-                signature[name], constants[name] = "constexpr", value
-                continue
-            if isinstance(value, torch.Tensor):
-                kind = {torch.int64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16"}[value.dtype]
-                signature[name], value = kind, value.data_ptr()
-            else:
-                signature[name] = param.annotation_type
-            arguments.append(value)
-            if name not in (self.kernel.do_not_specialize or ()) and isinstance(value, int) and value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature=signature, constexprs=constants, attrs=attributes)
-        target = find(ARCH)
-        code = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
-        found = self.module.parse(code.asm["ptx"])[code.metadata.name]
-        vm = host_vm(self.module)
-        arguments += [0] * (len(found.params) - len(arguments))
-        vm.launch(found, grid, (32 * options["num_warps"],), arguments, dyn=code.metadata.shared)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(code.asm["cubin"])
-            file.flush()
-            needs = resources.of_triton_cubin(Path(file.name), code.metadata.shared, disassemble=False)
-        self.told(vm, needs, grid[0])
-
-
-def print_triton(module: Any) -> None:
-    """With the tiles of layers that have programs enough for a large GPU."""
-    kernels = discover.kernel_modules()["masked_linear"]
-    setattr(kernels, "ENOUGH", 0)  # noqa: B010
-    of_cpu = kernels.factor_type
-
-    def factor_type(x: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
-        return tl.bfloat16 if (dtype or x.dtype) == torch.bfloat16 else of_cpu(x, dtype)
-
-    setattr(kernels, "factor_type", factor_type)  # noqa: B010  (as on a GPU)
-    print("| kernel | inputs, outputs | dtype | programs | instructions per weight and sample | lines per load "
-          "| bank wavefronts | mma | registers, spills | largest error |\n" + rule(10))  # fmt: skip
-    for name, shapes_of in TRITON_SHAPES.items():
-        for inputs, outputs in shapes_of:
-            for dtype in (torch.float32, torch.bfloat16):
-                print_triton_kernel(module, kernels, name, inputs, outputs, dtype)
-
-
-def print_triton_kernel(module: Any, kernels: Any, name: str, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    samples, rows = 4, 32
-    torch.manual_seed(0)
-    x, grad = torch.randn(samples * rows, inputs).to(dtype), torch.randn(samples * rows, outputs).to(dtype)
-    weight, logits = (torch.randn(outputs, inputs).to(dtype) for _ in range(2))
-    seed = torch.tensor(1234567890123)
-    counted: list[str] = []
-
-    def told(vm: Any, needs: Any, programs: int) -> None:
-        found = module.counters(vm)
-        each = found["instructions"] / (samples * inputs * outputs)
-        counted.append(f"{programs} | {each:.2f} | {found['lines_per_load']} | {found['bank_wavefronts']} "
-                       f"| {found['mma']} | {needs.registers}, {needs.spills}")  # fmt: skip
-
-    original = getattr(kernels, name)
-    setattr(kernels, name, Interpreted(original, module, told))
-    try:
-        if name == "forward_kernel":
-            got = [kernels.masked_linear_forward(x, weight, logits, None, seed, samples)]
-        else:
-            needs = (True, False, False) if name == "backward_x_kernel" else (False, True, True)
-            got = kernels.masked_linear_backward(grad, x, weight, logits, seed, samples, 1.0, needs)
-            got = [each for each in got if each.numel()]
-    finally:
-        setattr(kernels, name, original)
-    wide = [each.double().requires_grad_() for each in (x, weight, logits)]
-    masked = _sample_mask_reference(wide[2], wide[1], 0, samples, seed, kernels.STREAM.value, 1.0)
-    out = (wide[0].view(samples, rows, inputs) @ masked.transpose(1, 2)).view(samples * rows, outputs)
-    exact = list(torch.autograd.grad(out, wide, grad.double()))
-    want = {"forward_kernel": [out], "backward_x_kernel": exact[:1], "backward_weight_kernel": exact[1:]}[name]
-    pairs = [(a.double(), b.detach()) for a, b in zip(got, want, strict=True)]
-    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-    print(f"| `{name}` | {inputs}, {outputs} | {dtype} | {counted[0]} | {error:.1e} |", flush=True)
 
 
 if __name__ == "__main__":
