@@ -121,6 +121,8 @@ def test_table_6_from_trials() -> None:
     assert rows["SMFR, 4 of the grid's 240 cells, OOD accuracy"].mean == 0.5
     assert rows["SMFR, 4 of the grid's 240 cells, share at 1.0"].mean == 0.25
     assert rows["SMFR_softmax, depth 1, width >= 8, share at 1.0"].mean == 0.5
+    assert rows["SMFR_gumbel, depth 1, width >= 8, share at 1.0"].paper == "0.33 (4 of 12)"
+    assert rows["SMFR_gumbel, depth 1, width >= 8, share at 1.0"].values == [0.0]
     assert rows["plain split, softmax, depth 1, width 9, 1 layers"].values == [1.0]
     assert rows["plain split, gumbel, depth 1, width 9, 1 layers"].note == "Table 6; 54,966 parameters"
     assert "alternate split, softmax, depth 1, width 9, 1 layers" not in rows
