@@ -10,13 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from fastmod import _extension
+from fastmod.ops import _autograd
+
+# Whether it did: False, with nothing done, if it cannot serve one of the tensors.
+_adam = _autograd.define_native(
+    "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, "
+    "int[] group_sizes, float[] lrs, float[] beta1s, float[] beta2s, float[] epsilons, float max_norm) -> bool"
+)
 
 # What the extension may be handed; other kinds of tensors (DTensor ...) have ideas of their own what an op does.
 _KINDS = {Tensor, nn.Parameter}
 _UNUSUAL = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
-# Torch wraps the step of every class that it makes an optimiser of, so that hooks run and the profiler sees it. The
-# step below is wrapped in that way, and calling a wrapped one from it would run all hooks twice.
+# When an optimiser is made, torch wraps the `step` of its class: hooks, the profiler. The step below gets that, and from
+# it torch's own is called without it, else all hooks would run twice as soon as somebody made a torch.optim.Adam too.
+# `unwrap` takes off the handling of `differentiable` as well, which the call makes up for. Should torch wrap in another
+# way, test_hooks_are_called_once (tests/nn/test_optim.py) and the comparisons with torch's differentiable steps notice.
 _torch_step = inspect.unwrap(torch.optim.Adam.step)
 
 
@@ -99,7 +108,7 @@ class Adam(torch.optim.Adam):
                 return False
             states.append(state)
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-        return torch.ops.fastmod.adam_.default(
+        return _adam(
             params, grads, means, squares, steps, sizes, *map(list, zip(*numbers, strict=True)), self.max_norm or 0.0
         )
 

@@ -1,5 +1,5 @@
 // One call for the whole optimiser step, clipping included: small models have few numbers in many tensors, so that a call
-// per tensor, or a few of them, costs more than the arithmetic. fastmod/optim.py is the only caller.
+// per tensor, or a few of them, costs more than the arithmetic. fastmod/optim.py defines the schema and is the only caller.
 #include <ATen/ops/empty_like.h>
 
 #include <limits>
@@ -13,10 +13,6 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 using Numbers = at::ArrayRef<double>;
-
-constexpr const char* kSchema =
-    "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, "
-    "int[] group_sizes, float[] lrs, float[] beta1s, float[] beta2s, float[] epsilons, float max_norm) -> bool";
 
 constexpr int64_t kElementsEach = 8192;  // fixed pieces, so that the norm does not depend on the number of threads
 
@@ -149,8 +145,6 @@ bool adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
 }
 
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(fastmod, m) { m.def(kSchema); }
 
 // For tensors of any device and layout, as it is the function that says what it does not serve.
 TORCH_LIBRARY_IMPL(fastmod, CompositeExplicitAutograd, m) { m.impl("adam_", adam_); }

@@ -34,30 +34,34 @@ Rule = Callable[..., tuple[Any, Any]]
 
 def define(schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | None = None) -> Kernel:
     """Define a kernel's schema; ``fake`` gives the shapes of its results, ``rule(overload)`` its vmap rule."""
-    name = schema.split("(", 1)[0]
     kernels = []
     for wished in _libraries:
-        library = _defined(wished, schema)
-        torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
-        kernel = getattr(getattr(torch.ops, library.ns), name).default
+        library, kernel = _defined(wished, schema)
+        torch.library.register_fake(kernel.name(), fake, lib=library)
         torch.library.register_vmap(kernel, (rule or by_elements)(kernel), lib=library)
         kernels.append(kernel)
     return kernels[0], kernels[1]
 
 
-def _defined(library: torch.library.Library, schema: str) -> torch.library.Library:
-    """Where the schema could be defined: elsewhere, if an extension from older sources has the name."""
-    known = hasattr(getattr(torch.ops, library.ns), schema.split("(", 1)[0])  # older ones defined it themselves
+def define_native(schema: str) -> Any:
+    """The overload of a schema that the extension alone implements, and that no transform has to know."""
+    return _defined(_libraries[0], schema)[1]
+
+
+def _defined(library: torch.library.Library, schema: str) -> tuple[torch.library.Library, Any]:
+    """Where the schema could be defined, elsewhere if an extension from older sources has the name, and its overload."""
+    name = schema.split("(", 1)[0]
+    namespace = getattr(torch.ops, library.ns)
     try:
-        if not known:
+        if not hasattr(namespace, name):  # older extensions defined it themselves
             library.define(schema)
-            return library
+            return library, getattr(namespace, name).default
     except RuntimeError:  # or have a kernel of that name with other arguments
         if _extension.NAME not in sys.modules:
             raise
     _extension.leave_unused()
     _unused.define(schema)
-    return _unused
+    return _unused, getattr(torch.ops.fastmod_unused, name).default
 
 
 class Op(torch.autograd.Function):
