@@ -55,6 +55,7 @@ except ImportError:
         )
 
 ROOT = Path(__file__).parent.resolve()
+VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fastmod" / "__init__.py").read_text(), re.MULTILINE)[0]
 BUILD = ROOT / "build"
 STAMP_HEADER = BUILD / "fastmod_stamp.h"
 KERNELS_HEADER = BUILD / "fastmod_kernels.h"
@@ -91,7 +92,7 @@ def first_line(*command: str) -> str:
 
 def build_stamp(with_cuda: bool) -> dict[str, str]:
     return {
-        "fastmod": "0.1.0",
+        "fastmod": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": str(torch.version.cuda) if with_cuda else "none",
@@ -156,7 +157,7 @@ class WithoutExtension(build_py):
 
     def run(self) -> None:
         super().run()
-        stamp = {"fastmod": "0.1.0", "extension": "off", "devices": "none"}
+        stamp = {"fastmod": VERSION, "extension": "off", "devices": "none"}
         Path(self.build_lib, "fastmod", "_build.json").write_text(json.dumps(stamp, indent=2) + "\n")
 
 
