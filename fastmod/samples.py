@@ -9,16 +9,10 @@ from typing import Any
 from fastmod import backend
 from fastmod.ops._samples import Sample
 
-#: The first in every table; the others follow.
-_FIRST = [
-    *("smfr", "mfnnr", "multiplex", "gated_residual", "range_penalty", "sample_mask", "masked_linear"),
-    *("masked_conv2d", "norm_conv", "norm_sum", "batch_affine", "template_mix"),
-]
-
 
 def declared(what: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Each op, and the tuple that its file has of this name."""
-    for op in sorted(backend.OPS, key=lambda op: (_FIRST.index(op) if op in _FIRST else len(_FIRST), op)):
+    """Each op, in the order of their names, and the tuple that its file has of this name."""
+    for op in backend.OPS:
         yield op, getattr(import_module(f"fastmod.ops.{op}"), what, ())
 
 

@@ -200,7 +200,7 @@ def norm_sum(batch: int, experts: int, channels: int, size: int) -> Shape:
     return Shape("norm_sum", label, (images, affine, affine, images, (batch, experts)), call, 0, (1, 2), plain)
 
 
-#: Of ops that take more than a line each.
+#: Of ops whose shapes are made by the functions above, which other tools use too; a new op says its own `SHAPES`.
 _BUILT: dict[str, tuple[Shape, ...]] = {
     "smfr": (
         smfr(128, (6, 8, 8, 8, 5), 10, (100,)),
