@@ -23,8 +23,8 @@ _KINDS = {Tensor, nn.Parameter}
 _UNUSUAL = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
 # When an optimiser is made, torch wraps the `step` of its class, for hooks and the profiler. That of the class below is
-# wrapped so; from it torch's own must be called bare, else all hooks run twice once somebody has made a torch.optim.Adam.
-# `unwrap` takes off the handling of `differentiable` too, which the call makes up for. Should torch wrap in another way,
+# wrapped so; from it torch's own must be called bare, else all hooks run twice once a torch.optim.Adam was made too.
+# `unwrap` takes off the handling of `differentiable` too, which the call makes up for. Should torch wrap otherwise,
 # test_hooks_are_called_once and test_differentiable (tests/nn/test_optim*.py) would notice.
 _torch_step = inspect.unwrap(torch.optim.Adam.step)
 

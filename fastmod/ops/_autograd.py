@@ -49,7 +49,7 @@ def define_native(schema: str) -> Any:
 
 
 def _defined(library: torch.library.Library, schema: str) -> tuple[torch.library.Library, Any]:
-    """Where the schema could be defined (elsewhere, if an extension from older sources has the name) and its overload."""
+    """Defines the schema, elsewhere if an older extension has the name: in which library, and the overload."""
     name = schema.split("(", 1)[0]
     namespace = getattr(torch.ops, library.ns)
     try:
