@@ -70,30 +70,11 @@ def filled_memory() -> Iterator[None]:
         yield
 
 
-#: Slow tests of ops, Triton and CUDA; all others have the mark where they are written.
-SLOW = {
-    "build/test_wheel.py::test_doctor_in_a_clean_environment",
-    "ops/test_gated_residual.py::test_compile_fullgraph_and_autocast",
-    "ops/test_masked_conv2d_calls.py::test_compile_fullgraph",
-    "ops/test_masked_conv2d_calls.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "ops/test_masked_linear_calls.py::test_compile_fullgraph",
-    "ops/test_masked_linear_calls.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "ops/test_masked_linear_calls.py::test_no_outputs",
-    "ops/test_masked_linear_kernels.py::test_peak_memory",
-    "ops/test_mfnnr.py::test_any_shape_and_layout",
-    "ops/test_mfnnr.py::test_compile_fullgraph_dynamic",
-    "ops/test_sample_mask.py::test_compile_fullgraph",
-    "ops/test_sample_mask.py::test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error",
-    "ops/test_smfr.py::test_opcheck",
-}
-
-
 #: Files of tests that have a compiler run over all kernels first, or over each.
 COMPILED = ("gpu/test_cuda_", "gpu/test_triton_", "gpu/test_launches.py", "gpu/test_net_launches.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        name = item.nodeid.partition("[")[0].removeprefix("tests/")
-        if name.startswith(COMPILED) or name in SLOW:
+        if item.nodeid.removeprefix("tests/").startswith(COMPILED):
             item.add_marker(pytest.mark.slow)

@@ -49,6 +49,7 @@ def test_is_pure_python(wheel: Path) -> None:
     assert {"fastmod/ops/multiplex.py", "fastmod/kernels/multiplex.py", "fastmod/py.typed"} <= set(names)
 
 
+@pytest.mark.slow
 def test_doctor_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin") / "python"

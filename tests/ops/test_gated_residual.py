@@ -149,6 +149,7 @@ def test_opcheck() -> None:
     opchecked("gated_residual_backward", laid_out(new, "permuted"), *arguments)
 
 
+@pytest.mark.slow
 def test_compile_fullgraph_and_autocast() -> None:
     inputs = [t.requires_grad_() for t in draw(3, 4, 5)]
     expected = torch.autograd.grad(ops.gated_residual(*inputs).sin().sum(), inputs)

@@ -55,6 +55,7 @@ def test_fifty_equal_repeats() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("padding", [1, "same"])
 def test_compile_fullgraph(padding: int | str, backend: str) -> None:
@@ -203,6 +204,7 @@ def fuzz(seed: int) -> None:
     fuzzed(choose, calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error(seed: int) -> None:
     in_a_process(f"from tests.ops.test_masked_conv2d_calls import fuzz; fuzz({seed})")

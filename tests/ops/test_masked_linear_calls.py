@@ -164,6 +164,7 @@ def test_two_backwards_and_untouched_inputs(backend: backends.Backend) -> None:
     assert torch.equal(grad, kept) and all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("tensors", [3, 5])
 def test_compile_fullgraph(tensors: int, backend: str) -> None:
@@ -305,6 +306,7 @@ def fuzz(seed: int) -> None:
     fuzzed(choose, calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error(seed: int) -> None:
     in_a_process(f"from tests.ops.test_masked_linear_calls import fuzz; fuzz({seed})")
@@ -360,6 +362,7 @@ def no_outputs() -> None:
     assert torch.equal(x.grad, torch.zeros_like(x)) and weight.grad.shape == (0, 3)
 
 
+@pytest.mark.slow
 def test_no_outputs() -> None:
     in_a_process("from tests.ops.test_masked_linear_calls import no_outputs; no_outputs()")
 

@@ -120,6 +120,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_peak_memory() -> None:
     """At B 128, 2000 x 2000, S 4 the four masked weights alone are 61 MB and the noise as much again."""
     ours, plain = (float(in_a_process(PEAK.format(backend=name))) for name in ("native", "reference"))

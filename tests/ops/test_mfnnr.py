@@ -341,6 +341,7 @@ def test_what_triton_saves() -> None:
     assert torch.equal(cut.update[-1][:, 20:], gate)
 
 
+@pytest.mark.slow
 @given(
     b=st.sampled_from([0, 1, 2, 65]),
     m=st.sampled_from([1, 2, 5]),
@@ -450,6 +451,7 @@ def test_opcheck(mode: int) -> None:
     opchecked("mfnnr_backward", out, None, *arguments, saved, False, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["softmax", "gumbel"])
 def test_compile_fullgraph_dynamic(mode: str) -> None:
     def function(x, tau, *params):

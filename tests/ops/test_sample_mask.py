@@ -483,6 +483,7 @@ def test_fifty_equal_repeats() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("tau", [1.0, 0.5])
 def test_compile_fullgraph(tau: float, backend: str) -> None:
@@ -561,6 +562,7 @@ def fuzz(seed: int) -> None:
     fuzzed(choose, calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_calls_of_the_raw_ops_end_in_a_result_or_an_error(seed: int) -> None:
     in_a_process(f"from tests.ops.test_sample_mask import fuzz; fuzz({seed})")

@@ -239,6 +239,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(call(2), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [0, 1])
 def test_opcheck(mode: int) -> None:
     x, t0, t1, t2, *params = draw(6)
