@@ -1,6 +1,8 @@
 """Counts what the Triton kernels do, without a GPU, on the PTX that Triton makes of them for sm_80.
 
-    python tools/count_triton.py --ptxvm FOLDER [--op smfr] [--dtype bf16]
+    python tools/count_triton.py --ptxvm FOLDER [--op smfr] [--dtype bf16] [--autocast]
+    python tools/count_triton.py --ptxvm FOLDER --write      all of it, into docs/gpu-counts.md
+    python tools/count_triton.py --launches                  what is launched at the papers' shapes; runs nothing
 
 FOLDER as for tools/count_gpu.py, whose cases these are. Each launch is compiled for the arguments it is given, as
 Triton does on a GPU, and interpreted on the memory of this process; results are compared with plain PyTorch in fp64.
@@ -10,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,47 +24,37 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import _count_page as page  # noqa: E402  (the path comes first)
 import fastmod.kernels  # noqa: E402
-import torch  # noqa: E402  (the path comes first)
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from count_gpu import ARCH, CASES, Case, commit, error_of, host_vm, interpreter, rule, weight_case  # noqa: E402
+from _count_cases import CASES, Case  # noqa: E402
+from _count_vm import ARCH, Counted, aligned, dtype_of, host_vm, interpreter, selected  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from fastmod import backend  # noqa: E402
-from fastmod.gpu import discover, launch_table, resources, shapes  # noqa: E402
+from fastmod.gpu import aten, discover, launch_table, resources, shapes  # noqa: E402
 from fastmod.gpu.targets import find  # noqa: E402
+from tests.helpers import backends  # noqa: E402
 
-#: Sums as deep as in a large layer, of few columns: forward, and for the gradient of x.
-DEEP = (weight_case(shapes.masked_linear(128, 2000, 64, 4), 4), weight_case(shapes.masked_linear(128, 64, 2000, 4), 4))
 POINTERS = {
     torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1",
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64",
 }  # fmt: skip
 NEAR = 1 << 31
 
-
-@dataclass
-class Total:
-    """Of all launches of one kernel in a step."""
-
-    launches: int = 0
-    instructions: int = 0
-    read: int = 0
-    written: int = 0
-    mma: int = 0
-    races: int = 0
-    lines: list[float] = field(default_factory=list)
-    wavefronts: list[float] = field(default_factory=list)
-    needs: set[tuple[int, int, int]] = field(default_factory=set)  # registers, bytes spilled, shared memory
+#: Told of a launch: the kernel's name, its grid, its code, and the arguments of that.
+Listener = Callable[[str, tuple[int, ...], Any, list[Any]], None]
 
 
-class Counted:
-    """A Triton kernel whose launches are compiled for ARCH, as Triton would for these arguments, and interpreted."""
+class Compiled:
+    """A Triton kernel whose launches are compiled for ARCH, as Triton would for these arguments, and handed on."""
 
-    def __init__(self, name: str, kernel: Any, module: Any, totals: dict[str, Total]) -> None:
-        self.name, self.kernel, self.module, self.totals = name, kernel, module, totals
+    def __init__(self, name: str, kernel: Any, listener: Listener) -> None:
+        self.name, self.kernel, self.listener = name, kernel, listener
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         return lambda **values: self.launch(tuple(grid), values)
@@ -100,27 +93,17 @@ class Counted:
         source = ASTSource(self.kernel, signature=signature, constexprs=constants, attrs=attributes)
         target = find(ARCH)
         code = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
-        found = self.module.parse(code.asm["ptx"])[code.metadata.name]
-        vm = host_vm(self.module)
-        arguments += [0] * (len(found.params) - len(arguments))
-        vm.launch(found, grid, (32 * code.metadata.num_warps,), arguments, dyn=code.metadata.shared)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(code.asm["cubin"])
-            file.flush()
-            needs = resources.of_triton_cubin(Path(file.name), code.metadata.shared, disassemble=False)
-        self._add(vm, needs)
+        self.listener(self.name, grid, code, arguments)
 
-    def _add(self, vm: Any, needs: Any) -> None:
-        told, own = self.module.counters(vm), self.totals.setdefault(self.name, Total())
-        own.launches += 1
-        own.instructions += told["instructions"]
-        own.read += told["global_read"]
-        own.written += told["global_written"]
-        own.mma += told["mma"]
-        own.races += len(vm.races)
-        own.lines.append(told["lines_per_load"])
-        own.wavefronts.append(told["bank_wavefronts"])
-        own.needs.add((needs.registers, needs.spills, needs.shared))
+
+class Told:
+    """A Triton kernel that is told of and left out."""
+
+    def __init__(self, name: str, found: list[tuple[str, int]]) -> None:
+        self.name, self.found = name, found
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+        return lambda **_: self.found.append((self.name, math.prod(grid)))
 
 
 def _factor_type(x: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
@@ -129,9 +112,8 @@ def _factor_type(x: torch.Tensor, dtype: torch.dtype | None = None) -> Any:
 
 
 @contextlib.contextmanager
-def counting(module: Any) -> Iterator[dict[str, Total]]:
-    """Inside, Triton serves CPU tensors, by kernels that are interpreted and counted: kernel -> what it did."""
-    totals: dict[str, Total] = {}
+def on_triton(instead: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Inside, Triton serves CPU tensors, by what stands for its kernels."""
     library = torch.library.Library("fastmod_triton", "IMPL")
     with contextlib.ExitStack() as changed:
         changed.callback(library._destroy)
@@ -144,54 +126,116 @@ def counting(module: Any) -> Iterator[dict[str, Total]]:
             for name, kernel in list(vars(file).items()):
                 if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction):
                     label = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
-                    changed.enter_context(mock.patch.object(file, name, Counted(label, kernel, module, totals)))
+                    changed.enter_context(mock.patch.object(file, name, instead(label, kernel)))
             if hasattr(file, "factor_type"):
                 changed.enter_context(mock.patch.object(file, "factor_type", _factor_type))
-            if stem.endswith(".masked_linear"):  # the tiles of layers that have programs enough for a large GPU
-                changed.enter_context(mock.patch.object(file, "ENOUGH", 0))
-        yield totals
+        yield
 
 
-def print_case(case: Case, dtype: str, module: Any) -> None:
-    tensors = case.shape.tensors(dtype=launch_table.DTYPES[dtype])
-    with counting(module) as totals:
-        outputs = case.shape.call(tensors)
+def count(case: Case, dtype: str, module: Any) -> Counted:
+    tensors, sample, found, phase = case.shape.tensors(dtype=dtype_of(dtype)), case.sample(), Counted(case, dtype), 0
+
+    def run(name: str, grid: tuple[int, ...], code: Any, arguments: list[Any]) -> None:
+        vm, kernel = host_vm(module), module.parse(code.asm["ptx"])[code.metadata.name]
+        given = arguments + [0] * (len(kernel.params) - len(arguments))
+        vm.launch(kernel, grid, (32 * code.metadata.num_warps,), given, dyn=code.metadata.shared)
+        row = found.row(phase, name)
+        pointers = [each for each in arguments if isinstance(each, int) and each > 1 << 20]
+        row.add(vm, module, np.array(pointers), case, tensors)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(code.asm["cubin"])
+            file.flush()
+            needs = resources.of_triton_cubin(Path(file.name), code.metadata.shared, disassemble=False)
+        row.needs.add((needs.registers, needs.spills, needs.shared))
+
+    with backends.no_tf32(), _large_tiles(), on_triton(lambda name, kernel: Compiled(name, kernel, run)):
+        outputs = sample.call(tensors)
+        phase = 1
         grads = torch.autograd.grad(outputs, tensors, [torch.ones_like(out) for out in outputs])
-    about = f"`{case.shape.op}` {case.shape.label} | {dtype}"
-    for name, own in totals.items():
-        needs = "; ".join(f"{r}, {s}, {m}" for r, s, m in sorted(own.needs))
-        each = f"{own.instructions / case.useful:.2f} per {case.unit}"
-        print(
-            f"| {about} | `{name}` | {own.launches} | {each} | {own.read} | {own.written} "
-            f"| {_mean(own.lines)} | {_mean(own.wavefronts)} | {own.mma} | {needs} | {own.races} |"
-        )
-    error = error_of(case, tensors, [*outputs, *grads])
-    print(f"| {about} | largest error against fp64: {error:.1e} | | | | | | | | | |", flush=True)
+    found.finish(tensors, [*outputs, *grads])
+    return found
 
 
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.1f}, {max(values):.1f}"
+def _large_tiles() -> Any:
+    """The tiles of layers of masked_linear that have programs enough for a large GPU."""
+    return mock.patch.object(sys.modules["fastmod.kernels.masked_linear"], "ENOUGH", 0)
+
+
+#: Of a forward or a backward: our kernels with their numbers of programs, and what torch launches.
+Half = tuple[list[tuple[str, int]], list[str]]
+
+
+def _step(shape: shapes.Shape, dtype: torch.dtype) -> tuple[Half, Half]:
+    """Forward and backward of the second step, as what is kept is there then; nothing runs."""
+    tensors = shape.tensors(dtype=dtype)
+    found: list[tuple[str, int]] = []
+    outputs: list[Sequence[torch.Tensor]] = []
+
+    def half(run: Callable[[], Any]) -> Half:
+        del found[:]
+        others = aten.launches(run)
+        return list(found), others
+
+    with on_triton(lambda name, _: Told(name, found)):
+        for _ in range(2):
+            forward = half(lambda: outputs.append(shape.call(tensors)))
+            grads = [torch.ones_like(out) for out in outputs[-1]]
+            backward = half(lambda grads=grads: torch.autograd.grad(outputs[-1], tensors, grads))  # type: ignore[misc]
+    return forward, backward
+
+
+def launches() -> str:
+    """At the papers' shapes."""
+    rows = []
+    for shape in shapes.SHAPES:
+        steps = [_step(shape, dtype) for dtype in launch_table.DTYPES.values()]
+        each = [" + ".join(str(len(ours) + len(others)) for ours, others in halves) for halves in steps]
+        torch_own = [str(sum(len(others) for _, others in halves)) for halves in steps]
+        programs = page.sizes(size for ours, _ in steps[0] for _, size in ours)
+        rows.append([f"`{shape.op}` {shape.label}", page.pair(each), page.pair(torch_own), programs])
+    head = ["op", "launches, forward + backward", "by torch", "programs of each launch, fp32"]
+    return f"## Launches of Triton at the papers' shapes\n\n{page.table(head, rows)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ptxvm", type=Path, required=True, help="folder of ptxvm.py")
+    parser.add_argument("--ptxvm", type=Path, help="folder of ptxvm.py")
     parser.add_argument("--op", action="append", help="only this op; repeat for several")
     parser.add_argument("--shape", default="", help="only shapes with this in their names")
     parser.add_argument("--dtype", action="append", choices=list(launch_table.DTYPES), help="only these")
+    parser.add_argument("--autocast", action="store_true", help="fp32 tensors under autocast to bf16")
+    parser.add_argument("--launches", action="store_true", help="only tell what is launched at the papers' shapes")
+    parser.add_argument("--write", action="store_true", help="all ops, autocast too, into docs/gpu-counts.md")
     asked = parser.parse_args()
     discover.kernel_modules()
+    if asked.launches:
+        print(launches())
+        return
+    if asked.ptxvm is None or (asked.write and (asked.op or asked.shape or asked.dtype or asked.autocast)):
+        parser.error("expected --ptxvm or --launches; --write takes --ptxvm, and all cases")
+    aligned()
+    began, here = time.monotonic(), page.commit()
     module = interpreter(asked.ptxvm)
-    print(f"commit {commit()}, {ARCH}, triton {triton.__version__}\n")
-    columns = "case | dtype | kernel | launches | instructions per | read | written | lines per load, worst kernel"
-    columns += " | bank wavefronts, worst kernel | mma | registers, spills, shared | races"
-    print(f"| {columns} |\n{rule(12)}")
+    print(f"commit {here}, {ARCH}, triton {triton.__version__}\n")
+    text = page.section("Triton", _counted(asked, module))
+    if asked.write:
+        asked.autocast = True
+        text += "\n" + page.section("Triton under autocast", _counted(asked, module))
+        text += "\n" + launches()
+        page.write("Triton", text, time.monotonic() - began, here)
+
+
+def _counted(asked: argparse.Namespace, module: Any) -> list[list[Counted]]:
+    """Printed one by one, as it takes a while."""
     served = {name.rpartition("_")[0] for name in fastmod.kernels.LAUNCHERS}
-    for case in [*CASES, *DEEP]:
-        right = case.part is None and case.shape.op in served and asked.shape in case.shape.label
-        if right and (not asked.op or case.shape.op in asked.op):
-            for dtype in asked.dtype or case.dtypes:
-                print_case(case, dtype, module)
+    right = [case for case in CASES if case.part is None and case.shape.op in served and case.triton]
+    found = []
+    for case in selected(right, asked.op, asked.shape, asked.autocast):
+        dtypes = [dtype for dtype in case.dtypes if not asked.dtype or dtype in asked.dtype]
+        found.append([count(case, dtype, module) for dtype in dtypes])
+        print(f"`{case.shape.op}` {page.of_case(found[-1])}", flush=True)
+    print(page.summary(each for counted in found for each in counted))
+    return found
 
 
 if __name__ == "__main__":
