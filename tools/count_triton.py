@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from fastmod import backend  # noqa: E402
 from fastmod.gpu import aten, discover, launch_table, resources, shapes  # noqa: E402
 from fastmod.gpu.targets import find  # noqa: E402
+from fastmod.models import IsometricNet, ResMixNet  # noqa: E402
 from tests.helpers import backends  # noqa: E402
 
 POINTERS = {
@@ -165,9 +167,8 @@ def _large_tiles() -> Any:
 Half = tuple[list[tuple[str, int]], list[str]]
 
 
-def _step(shape: shapes.Shape, dtype: torch.dtype) -> tuple[Half, Half]:
+def _step(forward: Callable[[], Sequence[torch.Tensor]], leaves: Sequence[torch.Tensor]) -> tuple[Half, Half]:
     """Forward and backward of the second step, as what is kept is there then; nothing runs."""
-    tensors = shape.tensors(dtype=dtype)
     found: list[tuple[str, int]] = []
     outputs: list[Sequence[torch.Tensor]] = []
 
@@ -176,25 +177,44 @@ def _step(shape: shapes.Shape, dtype: torch.dtype) -> tuple[Half, Half]:
         others = aten.launches(run)
         return list(found), others
 
+    def backward() -> None:
+        torch.autograd.grad(outputs[-1], leaves, [torch.ones_like(out) for out in outputs[-1]])
+
     with on_triton(lambda name, _: Told(name, found)):
         for _ in range(2):
-            forward = half(lambda: outputs.append(shape.call(tensors)))
-            grads = [torch.ones_like(out) for out in outputs[-1]]
-            backward = half(lambda grads=grads: torch.autograd.grad(outputs[-1], tensors, grads))  # type: ignore[misc]
-    return forward, backward
+            there, back = half(lambda: outputs.append(forward())), half(backward)
+    ones = len(outputs[-1])  # gradients of the results, which are not the op's
+    return there, (back[0], back[1][ones:])
+
+
+def _nets() -> list[list[str]]:
+    """Whole nets in training."""
+
+    def counts(net: torch.nn.Module) -> tuple[int, int]:
+        x = torch.randn(4, 3, 16, 16)
+        there, back = _step(lambda: [net(x)], list(net.parameters()))
+        return len(there[0]) + len(there[1]), len(back[0]) + len(back[1])
+
+    rows = []
+    for experts, depth in ((2, 2), (4, 1)):
+        found = counts(ResMixNet(experts, depth))
+        rows.append([f"ResMixNet({experts},{depth})", f"{found[0]} + {found[1]}", "", ""])
+    two, three = (counts(IsometricNet(24, layers, 2, 5)) for layers in (2, 3))
+    return [*rows, ["IsometricNet, each further layer", f"{three[0] - two[0]} + {three[1] - two[1]}", "", ""]]
 
 
 def launches() -> str:
     """At the papers' shapes."""
     rows = []
     for shape in shapes.SHAPES:
-        steps = [_step(shape, dtype) for dtype in launch_table.DTYPES.values()]
+        given = [shape.tensors(dtype=dtype) for dtype in launch_table.DTYPES.values()]
+        steps = [_step(functools.partial(shape.call, tensors), tensors) for tensors in given]
         each = [" + ".join(str(len(ours) + len(others)) for ours, others in halves) for halves in steps]
         torch_own = [str(sum(len(others) for _, others in halves)) for halves in steps]
         programs = page.sizes(size for ours, _ in steps[0] for _, size in ours)
         rows.append([f"`{shape.op}` {shape.label}", page.pair(each), page.pair(torch_own), programs])
     head = ["op", "launches, forward + backward", "by torch", "programs of each launch, fp32"]
-    return f"## Launches of Triton at the papers' shapes\n\n{page.table(head, rows)}"
+    return f"## Launches of Triton at the papers' shapes\n\n{page.table(head, rows + _nets())}"
 
 
 def main() -> None:
