@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastmod.data import MNIST, DataError, mnist, read_idx
+from fastmod.data.cached import cached
 from fastmod.data.mnist import CHECKSUMS, read_hub
 
 # `fastmod.data.mnist` as an attribute is the function.
@@ -521,3 +522,21 @@ def test_real_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train_labels[:5].tolist() == [5, 0, 4, 1, 9] and test_labels[:5].tolist() == [7, 2, 1, 0, 4]
     assert train_labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert test_labels.dtype == torch.int64 and len(test_labels) == 10000
+
+
+def test_cached_by_arguments_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    @cached(2)
+    def read(name: str, *, side: int = 1) -> int:
+        calls.append((name, side))
+        return len(calls)
+
+    assert [read("a"), read("a"), read("b"), read("a", side=2)] == [1, 1, 2, 3]
+    assert read("a") == 4, "the last two calls are kept"
+    monkeypatch.setenv("FASTMOD_DATA", "elsewhere")
+    assert [read("a"), read("a")] == [5, 5]
+    monkeypatch.delenv("FASTMOD_DATA")
+    assert read("a") == 4
+    read.cache_clear()
+    assert read("a") == 6 and read.__name__ == "read"

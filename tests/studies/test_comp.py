@@ -92,7 +92,7 @@ def finish(trial: CompTrial) -> Record:
 
 
 def test_tasks_are_data_sets_in_domains(data: Path) -> None:
-    place = sources.where(str(data), False)
+    place = sources.Where(str(data), False)
     how: dict[str, Any] = {"side": 28, "train": 7, "test": 0, "seed": 3}
     plain = sources.task("mnist", "original", place, colours=1, **how)
     images, _, test_images, test_labels = sources.read("mnist", place)
@@ -104,7 +104,7 @@ def test_tasks_are_data_sets_in_domains(data: Path) -> None:
 
 
 def test_images_that_are_held_back_stand_for_the_test(data: Path) -> None:
-    place = sources.where(str(data), False)
+    place = sources.Where(str(data), False)
     how: dict[str, Any] = {"side": 28, "colours": 1, "test": 0, "seed": 3}
     images, labels, _, _ = sources.read("mnist", place)
     found = sources.task("mnist", "original", place, train=0, held_back=5, **how)
@@ -126,7 +126,7 @@ def test_a_margin_makes_digits_smaller(data: Path) -> None:
 
 
 def test_colours_become_brightness_and_sides_one(data: Path) -> None:
-    place = sources.where(str(data), False)
+    place = sources.Where(str(data), False)
     found = sources.task("cifar10", "original", place, side=32, colours=1, train=0, test=0, seed=0)
     red, green, blue = sources.read("cifar10", place)[0].double().unbind(1)
     expected = (0.299 * red + 0.587 * green + 0.114 * blue + 0.5).floor()

@@ -7,8 +7,6 @@ all digits of the test images.
 
 from __future__ import annotations
 
-import functools
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmod import data
+from fastmod.data.cached import cached
 from fastmod.models import BlockTransformer
 from fastmod.nn import SMFR
 from fastmod.runs.config import StudyError
@@ -63,8 +62,8 @@ class BPMNISTConfig(models.ModelConfig):
             raise StudyError(f"bias_steps: expected 0 or more, got {self.bias_steps}")
 
 
-@functools.cache
-def _images(root: str | None, verify: bool, environment: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@cached()
+def _images(root: str | None, verify: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Blocks ``[8 + 4 N, 196]`` (the tasks', then the images' in 0..1) and labels ``[N]``, for training and test."""
     found = data.mnist(root, verify=verify)
     for images, labels in ((found.train_images, found.train_labels), (found.test_images, found.test_labels)):
@@ -96,7 +95,7 @@ class BPMNISTTrial(Trial):
             raise StudyError(f"SMFR_bias: expected width >= 4 and depth >= 1, got {config.width} and {config.depth}")
         super().__init__(config, name, models.build(config, name, 5, 1, BLOCK), seed, device)
         self.penalty = models.RangePenalty(config, 5, 1)
-        images = _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
+        images = _images(config.data, config.verify)
         self.train_blocks, self.train_labels, self.test_blocks, self.test_labels = (t.to(device) for t in images)
         self.permutations = torch.tensor(PERMUTATIONS, device=device)
 
@@ -215,7 +214,7 @@ class BPMNIST(Study):
     }
 
     def prepare(self, config: BPMNISTConfig) -> None:
-        _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
+        _images(config.data, config.verify)
 
     def trial(self, config: BPMNISTConfig, model: str, seed: int, device: torch.device) -> BPMNISTTrial:
         return BPMNISTTrial(self.config_of(config, model), model, seed, device)
@@ -257,7 +256,7 @@ class BPMNIST(Study):
         return figures
 
     def examples(self, config: BPMNISTConfig, device: torch.device) -> dict[str, Tensor]:
-        _, _, blocks, labels = _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
+        _, _, blocks, labels = _images(config.data, config.verify)
         image = torch.arange(min(256, len(labels)))
         return {
             f"order {order}": blocks[places_of(image, torch.full_like(image, number))].to(device)

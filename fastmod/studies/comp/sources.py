@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +20,7 @@ from fastmod.data import (
     load_usps,
     mnist,
 )
+from fastmod.data.cached import cached
 from fastmod.tasks import Labelled
 from fastmod.tasks.corruptions import corrupt
 
@@ -40,11 +39,10 @@ _LUMA = (299, 587, 114)  # brightness of red, green and blue, in thousandths
 
 
 class Where(NamedTuple):
-    """Where data sets are; ``environment`` is here so that what was read is read anew when it changes."""
+    """Where data sets are."""
 
     data: str | None  # a folder with a folder for each data set; None: FASTMOD_DATA
     verify: bool  # MNIST is the official one
-    environment: str | None
 
 
 class Task(NamedTuple):
@@ -56,10 +54,6 @@ class Task(NamedTuple):
     test: Labelled
 
 
-def where(data: str | None, verify: bool) -> Where:
-    return Where(data, verify, os.environ.get("FASTMOD_DATA"))
-
-
 def title_of(dataset: str, domain: str = "original") -> str:
     name = _READERS[dataset][2]
     return name if domain == "original" else f"{name} {domain.replace('_', ' ')}"
@@ -69,7 +63,7 @@ def classes_of(dataset: str) -> int:
     return _READERS[dataset][3]
 
 
-@functools.lru_cache(maxsize=len(_READERS))
+@cached(len(_READERS))
 def read(dataset: str, place: Where) -> Sequence[Tensor]:
     """Images and labels, of training and test, as they are in the files."""
     load, folder, _, _ = _READERS[dataset]
@@ -77,7 +71,7 @@ def read(dataset: str, place: Where) -> Sequence[Tensor]:
     return load(root, verify=place.verify) if dataset == "mnist" else load(root)
 
 
-@functools.lru_cache(maxsize=16)
+@cached(16)
 def task(
     dataset: str,
     domain: str,

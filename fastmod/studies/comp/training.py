@@ -70,7 +70,7 @@ class CompConfig(Config):
 
     @property
     def place(self) -> sources.Where:
-        return sources.where(self.data, self.verify)
+        return sources.Where(self.data, self.verify)
 
     def task(self, dataset: str, domain: str = "original", margin: int = 0) -> Task:
         return sources.task(

@@ -7,8 +7,6 @@ other class needs. The change of the confusion matrix shows what that class is t
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmod.data.cached import cached
 from fastmod.data.cifar import CIFAR10, CLASSES, load_cifar10
 from fastmod.data.photographs import PLACES, crop_and_flip
 from fastmod.masks import MaskedModel
@@ -79,13 +78,13 @@ class MaskCifarConfig(settings.MaskConfig):
             raise StudyError(f"removed: expected different classes of {', '.join(CLASSES)}, got {self.removed}")
 
 
-@functools.cache
-def _images(root: str | None, environment: str | None) -> CIFAR10:
+@cached()
+def _images(root: str | None) -> CIFAR10:
     return load_cifar10(root)
 
 
 def read(config: MaskCifarConfig) -> CIFAR10:
-    return _images(config.data, os.environ.get("FASTMOD_DATA"))
+    return _images(config.data)
 
 
 class MaskCifarTrial(masking.MaskTrial):

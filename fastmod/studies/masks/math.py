@@ -6,8 +6,6 @@ mask learned on easy ones keeps what these need. All questions of a task follow 
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.data import mathematics
+from fastmod.data.cached import cached
 from fastmod.data.mathematics import CHARACTERS, LEVELS, Texts
 from fastmod.models import SequenceTransformer
 from fastmod.optim import Adam
@@ -93,8 +92,8 @@ class MaskMathConfig(settings.MaskConfig):
             raise StudyError(f"warmup, dropout: expected 0 or more, a share; got {self.warmup} and {self.dropout}")
 
 
-@functools.cache
-def _pairs(task: str, level: str, count: int, root: str | None, environment: str | None) -> list[tuple[str, str]]:
+@cached()
+def _pairs(task: str, level: str, count: int, root: str | None) -> list[tuple[str, str]]:
     return mathematics.load_mathematics(task, level, count, root)
 
 
@@ -105,8 +104,8 @@ def texts_of(config: MaskMathConfig, model: str) -> tuple[dict[str, Texts], dict
     Harder levels may repeat an easier one: no question that is measured is learned, and none is learned twice.
     """
     aside = config.validation * (2 if config.auto else 1)
-    count, environment = config.questions + aside, os.environ.get("FASTMOD_DATA")
-    levels = {level: _pairs(TASKS[model], level, count, config.data, environment) for level in LEVELS}
+    count = config.questions + aside
+    levels = {level: _pairs(TASKS[model], level, count, config.data) for level in LEVELS}
     held = {level: pairs[: config.validation] for level, pairs in levels.items()}
     seen = {question for pairs in held.values() for question, _ in pairs}
     if config.auto:

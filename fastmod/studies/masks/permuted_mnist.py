@@ -7,9 +7,7 @@ masked too, so a task's net is complete in its mask, and later tasks cannot chan
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod import data
+from fastmod.data.cached import cached
 from fastmod.masks import MaskedModel, union
 from fastmod.models import MLP
 from fastmod.optim import Adam
@@ -70,8 +69,8 @@ class MaskPermutedConfig(settings.MaskConfig):
             raise StudyError(f"hidden: expected sizes of 1 or more, got {self.hidden}")
 
 
-@functools.cache
-def _images(root: str | None, verify: bool, environment: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@cached()
+def _images(root: str | None, verify: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Standardised images ``[N, 784]`` and labels ``[N]``, for training and test."""
     found = data.mnist(root, verify=verify)
     for images, labels in ((found.train_images, found.train_labels), (found.test_images, found.test_labels)):
@@ -105,7 +104,7 @@ class MaskPermutedTrial(masking.MaskTrial):
 
     def __init__(self, config: MaskPermutedConfig, name: str, seed: int, device: torch.device) -> None:
         self.tasks = tuple(f"task{number}" for number in range(1, config.tasks + 1))
-        images = _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
+        images = _images(config.data, config.verify)
         self.train_images, self.train_labels, self.test_images, self.test_labels = (t.to(device) for t in images)
         self._freezing: list[Any] = []
         super().__init__(config, name, seed, device)
@@ -230,7 +229,7 @@ class MaskPermutedMNIST(settings.MaskStudy):
     quick: ClassVar = {"steps": 200, "evaluate_every": 100, "tasks": 3, "hidden": (200, 200, 64)}
 
     def prepare(self, config: MaskPermutedConfig) -> None:
-        _images(config.data, config.verify, os.environ.get("FASTMOD_DATA"))
+        _images(config.data, config.verify)
 
     def trial(self, config: MaskPermutedConfig, model: str, seed: int, device: torch.device) -> MaskPermutedTrial:
         return MaskPermutedTrial(self.config_of(config, model), model, seed, device)

@@ -7,8 +7,6 @@ split's test set as well; the mask learned on "simple" is the control.
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fastmod.data.cached import cached
 from fastmod.data.scan import ACTIONS, COMMANDS, SCAN, Sequences, load_scan
 from fastmod.models import LSTMEncoderDecoder, SequenceTransformer
 from fastmod.runs.config import StudyError
@@ -94,14 +93,14 @@ class MaskScanConfig(settings.MaskConfig):
                 raise StudyError(f"{name}: expected a share, got {getattr(self, name)}")
 
 
-@functools.cache
-def _splits(root: str | None, names: tuple[str, ...], environment: str | None) -> dict[str, SCAN]:
+@cached()
+def _splits(root: str | None, names: tuple[str, ...]) -> dict[str, SCAN]:
     return load_scan(root, names)
 
 
 def _data(config: MaskScanConfig) -> dict[str, SCAN]:
     """Split, by its name here -> its data."""
-    found = _splits(config.data, tuple(SPLITS[split] for split in config.splits), os.environ.get("FASTMOD_DATA"))
+    found = _splits(config.data, tuple(SPLITS[split] for split in config.splits))
     return {split: found[SPLITS[split]] for split in config.splits}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastmod.data import Photographs, cifar, load_cifar10, load_cifar100, load_svhn, svhn
+from fastmod.data.cached import cached
 from fastmod.data.photographs import PLACES, crop_and_flip
 from fastmod.runs.config import StudyError, changed
 from fastmod.runs.study import Outcome, Row, Study
@@ -54,13 +53,13 @@ class ResMixCifarConfig(ResMixConfig):
             raise StudyError(f"dataset: expected one of {', '.join(DATASETS)}, got {self.dataset!r}")
 
 
-@functools.lru_cache(maxsize=1)
-def _images(dataset: str, root: str | None, environment: str | None) -> Photographs:
+@cached(1)
+def _images(dataset: str, root: str | None) -> Photographs:
     return DATASETS[dataset].load(root)
 
 
 def _data(config: ResMixCifarConfig) -> Photographs:
-    return _images(config.dataset, config.data, os.environ.get("FASTMOD_DATA"))
+    return _images(config.dataset, config.data)
 
 
 class ResMixCifarTrial(ResMixTrial):

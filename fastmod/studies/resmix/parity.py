@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from fastmod.data.cached import cached
 from fastmod.studies.resmix.relations import RelationConfig, RelationStudy
 from fastmod.tasks import Labelled, parity
 
@@ -22,27 +21,24 @@ class ParityConfig(RelationConfig):
 
 
 # Both for the three parts of one run: its trials share them.
-@functools.lru_cache(maxsize=3)
-def _digits(split: str, root: str | None, verify: bool, environment: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+@cached(3)
+def _digits(split: str, root: str | None, verify: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return parity.digits_of(split, root, verify=verify)
 
 
-@functools.lru_cache(maxsize=3)
-def _part(
-    count: int, split: str, seed: int, root: str | None, verify: bool, environment: str | None
-) -> tuple[Labelled, torch.Tensor]:
+@cached(3)
+def _part(count: int, split: str, seed: int, root: str | None, verify: bool) -> tuple[Labelled, torch.Tensor]:
     """The images and which digits they show, ``[count, 2]``."""
-    digits, classes = _digits(split, root, verify, environment)
+    digits, classes = _digits(split, root, verify)
     shown = parity.scene(count, seed, classes)
     return parity.render(shown, digits), shown.classes
 
 
-def _source(config: ParityConfig) -> tuple[str | None, bool, str | None]:
-    return config.data, config.verify, os.environ.get("FASTMOD_DATA")
-
-
 def _parts(config: ParityConfig) -> dict[str, tuple[Labelled, torch.Tensor]]:
-    return {part: _part(count, part, config.seeds[part], *_source(config)) for part, count in config.counts.items()}
+    return {
+        part: _part(count, part, config.seeds[part], config.data, config.verify)
+        for part, count in config.counts.items()
+    }
 
 
 def groups_of(classes: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -77,7 +73,7 @@ class ResMixParity(RelationStudy):
 
     def prepare(self, config: ParityConfig) -> None:
         for split in parity.SPLITS:
-            _digits(split, *_source(config))
+            _digits(split, config.data, config.verify)
 
     def pictures(self, config: ParityConfig) -> tuple[dict[str, Labelled], dict[str, torch.Tensor]]:
         parts = _parts(config)
