@@ -19,7 +19,7 @@ def test_snippet(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_length_and_links() -> None:
     text = README.read_text()
-    assert len(text.split()) <= 1010
+    assert len(text.split()) <= 1000
     assert "make run" in text and "make test" in text
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (README.parent / target).exists(), target
