@@ -25,6 +25,7 @@ from torch import Tensor
 from fastmod.data import MNIST, DataError, mnist, read_idx
 from fastmod.data.cached import cached
 from fastmod.data.mnist import CHECKSUMS, read_hub
+from tests.helpers.surroundings import no_data_folder as no_data_folder
 
 # `fastmod.data.mnist` as an attribute is the function.
 module = importlib.import_module("fastmod.data.mnist")
@@ -33,9 +34,8 @@ HUB = Path("mnist", "data", "mnist.pkl.gz")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a folder nor a package of this machine answers unless a test says so."""
-    monkeypatch.delenv("FASTMOD_DATA", raising=False)
+def _no_package(no_data_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a package of this machine answer unless a test says so."""
     monkeypatch.setattr(module, "HUB_PACKAGE", "fastmod-no-such-package")
 
 

@@ -14,11 +14,7 @@ import torch
 from fastmod.data import DataError, mathematics
 from fastmod.data.cifar import RECORD, load_cifar10
 from fastmod.data.scan import ACTIONS, COMMANDS, SPLITS, load_scan
-
-
-@pytest.fixture(autouse=True)
-def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTMOD_DATA", raising=False)
+from tests.helpers.surroundings import no_data_folder as no_data_folder
 
 
 def one_line(error: pytest.ExceptionInfo[DataError], *words: str) -> None:

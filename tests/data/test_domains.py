@@ -14,12 +14,7 @@ from fastmod.data import DataError, load_fashion_mnist, load_kmnist, load_usps
 from fastmod.tasks import corrupt
 from fastmod.tasks.corruptions import DOMAINS
 from tests.helpers.study_runs import digits
-
-
-@pytest.fixture(autouse=True)
-def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTMOD_DATA", raising=False)
-
+from tests.helpers.surroundings import no_data_folder as no_data_folder
 
 # ---- USPS
 

@@ -15,13 +15,9 @@ import fastmod
 from fastmod.data import DataError, mnist
 from fastmod.data.mnist import hub_file
 from fastmod.tasks import drawing, parity, sprites
+from tests.helpers.surroundings import no_data_folder as no_data_folder
 
 Cells = frozenset[tuple[int, int]]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTMOD_DATA", raising=False)
 
 
 # ---- the sprites, by geometry

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from fastmod.data import DataError, load_cifar100, load_svhn
 from fastmod.data.mat import read_mat
-
-
-@pytest.fixture(autouse=True)
-def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTMOD_DATA", raising=False)
-
+from tests.helpers.surroundings import no_data_folder as no_data_folder
 
 # ---- MATLAB files, written by hand
 

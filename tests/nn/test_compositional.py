@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fastmod
 from fastmod.nn import BasicBlock, Compositional, IsometricBlock, TemplateBank, logit_groups, make_signature
-from tests.nn.conv_backends import BACKENDS
+from tests.helpers.conv_backends import BACKENDS
 
 
 @pytest.fixture(params=BACKENDS)

@@ -19,9 +19,9 @@ import fastmod
 from fastmod.models import resnet
 from fastmod.models.plain_resmixnet import PlainGater
 from fastmod.nn import ExpertMixture, ExpertStack, Gater
+from tests.helpers.conv_backends import conv_backend as conv_backend
 from tests.helpers.processes import one_of_two
-from tests.nn.conv_backends import backend as backend
-from tests.nn.conv_backends import one_thread as one_thread
+from tests.helpers.surroundings import one_thread as one_thread
 
 
 class NamedAsInTorchvision(nn.Module):
@@ -105,7 +105,7 @@ SHAPES = [  # experts, inputs, outputs, depth, stride, size
 @pytest.mark.parametrize(("shared", "gated"), [(True, False), (False, True)])
 @pytest.mark.parametrize(("experts", "inputs", "outputs", "depth", "stride", "size"), SHAPES)
 def test_equals_the_loop(
-    backend: str,
+    conv_backend: str,
     block: Block,
     shared: bool,
     gated: bool,
@@ -175,7 +175,7 @@ def test_start() -> None:
     assert gater.convs[3].bias.eq(0).all()
 
 
-def test_to_experts_and_back(backend: str) -> None:
+def test_to_experts_and_back(conv_backend: str) -> None:
     loop = looped(NamedAsInTorchvision, 3, 2, 4, 2, 2)
     loop[0][0].conv1.weight.requires_grad_(False)
     for expert in loop[1:]:
@@ -241,7 +241,7 @@ def test_from_experts_refuses() -> None:
 # --- the gater and the mixture
 
 
-def test_gater(backend: str) -> None:
+def test_gater(conv_backend: str) -> None:
     plain, gater = PlainGater(3, 4).double(), Gater(3, 4).double()
     gater.load_state_dict(plain.state_dict())
     for size in ((9, 7), (8, 8), (1, 3)):
@@ -257,7 +257,7 @@ def test_gater(backend: str) -> None:
         torch.testing.assert_close([p.grad for p in plain.parameters()], [p.grad for p in gater.parameters()])
 
 
-def test_gater_with_norm(backend: str) -> None:
+def test_gater_with_norm(conv_backend: str) -> None:
     gater = Gater(3, 4, (5, 6), (2, 1), norm=True, pooled=1).double()
     norms = nn.ModuleList(nn.BatchNorm2d(c) for c in (5, 6)).double()
     assert gater.convs[0].bias is None
@@ -273,7 +273,7 @@ def test_gater_with_norm(backend: str) -> None:
     assert int(gater.norms[1].num_batches_tracked) == 2
 
 
-def test_mixture(backend: str) -> None:
+def test_mixture(conv_backend: str) -> None:
     mixture = ExpertMixture(3, 4, 3, 2, stride=2, gate_channels=(5,), gate_strides=(1,), pooled=1).double()
     x = images(4, 3, 7, 5)
     gate = mixture.gate(x)
@@ -288,7 +288,7 @@ def test_mixture(backend: str) -> None:
 # --- batch norm in its modes
 
 
-def test_eval_sees_every_change(backend: str) -> None:
+def test_eval_sees_every_change(conv_backend: str) -> None:
     """Scale and shift are kept between evaluations, and only as long as nothing they are made of changes."""
     stack = ExpertStack(3, 4, 2, 1).double().eval()
     x = images(2, 3, 4, 4)
@@ -325,7 +325,7 @@ def test_eval_sees_every_change(backend: str) -> None:
         torch.testing.assert_close(stack(x), outs[-1])
 
 
-def test_a_frozen_norm_in_training(backend: str) -> None:
+def test_a_frozen_norm_in_training(conv_backend: str) -> None:
     """One batch norm in eval mode inside of a stack that trains, as in fine-tuning."""
     loop = looped(resnet.BasicBlock, 2, 3, 3, 1, 1)
     stack = ExpertStack.from_experts(list(loop))
@@ -338,7 +338,7 @@ def test_a_frozen_norm_in_training(backend: str) -> None:
     assert_same_state(stack, loop, gradients=False)
 
 
-def test_deterministic(backend: str) -> None:
+def test_deterministic(conv_backend: str) -> None:
     torch.set_num_threads(2)
     mixture = ExpertMixture(3, 4, 2, 1)
     x = torch.randn(4, 3, 9, 7)
@@ -355,7 +355,7 @@ def test_deterministic(backend: str) -> None:
 # --- what a module must survive
 
 
-def test_survives(backend: str) -> None:
+def test_survives(conv_backend: str) -> None:
     mixture = ExpertMixture(3, 4, 2, 2, stride=2)
     x = torch.randn(6, 3, 9, 7)
     mixture(x)
@@ -374,7 +374,7 @@ def test_survives(backend: str) -> None:
     torch.testing.assert_close(mixture(strided), mixture(strided.contiguous()))
 
 
-def test_the_output_may_be_written_in_place(backend: str) -> None:
+def test_the_output_may_be_written_in_place(conv_backend: str) -> None:
     mixture = ExpertMixture(3, 4, 2, 1).double()
     x = images(2, 3, 5, 5)
     expected = torch.autograd.grad((mixture(x) * 2 + 1).square().sum(), list(mixture.parameters()))
@@ -382,7 +382,7 @@ def test_the_output_may_be_written_in_place(backend: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_empty_batch(backend: str) -> None:
+def test_empty_batch(conv_backend: str) -> None:
     mixture = ExpertMixture(3, 4, 2, 1, stride=2)
     before = copy.deepcopy(mixture.experts.blocks[0].norm1.running_var)
     out = mixture(torch.zeros(0, 3, 9, 7))
@@ -394,7 +394,7 @@ def test_empty_batch(backend: str) -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bfloat16(backend: str, autocast: bool) -> None:
+def test_bfloat16(conv_backend: str, autocast: bool) -> None:
     mixture = ExpertMixture(4, 8, 2, 1)
     x = torch.randn(8, 4, 8, 8)
     expected = mixture(x).detach()
@@ -411,7 +411,7 @@ def test_bfloat16(backend: str, autocast: bool) -> None:
         assert p.grad is not None and p.grad.dtype == p.dtype and p.grad.isfinite().all()
 
 
-def test_errors(backend: str) -> None:
+def test_errors(conv_backend: str) -> None:
     stack = ExpertStack(3, 4, 2, 1)
     x = torch.zeros(2, 3, 5, 5)
     for bad, message in (
@@ -455,11 +455,11 @@ def test_errors(backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_compile_fullgraph(backend: str) -> None:
+def test_compile_fullgraph(conv_backend: str) -> None:
     torch._dynamo.reset()
     mixture = ExpertMixture(3, 4, 2, 1, stride=2)
     twin = copy.deepcopy(mixture)
-    compiled = torch.compile(twin, fullgraph=True, backend="inductor" if backend == "native" else "aot_eager")
+    compiled = torch.compile(twin, fullgraph=True, backend="inductor" if conv_backend == "native" else "aot_eager")
     for size in (4, 4, 6):
         x = torch.randn(size, 3, 9, 7)
         outs = []
@@ -501,8 +501,8 @@ def worker(rank: int, folder: str, backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_ddp(tmp_path: Path, backend: str) -> None:
-    mp.spawn(worker, (str(tmp_path), backend), nprocs=2)
+def test_ddp(tmp_path: Path, conv_backend: str) -> None:
+    mp.spawn(worker, (str(tmp_path), conv_backend), nprocs=2)
     mixture, x = make()
     step(mixture, mixture, x)
     for rank in range(2):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fastmod.models import PlainResMixNet
 from fastmod.models.resnet import ResNet
 from fastmod.nn import ExpertStack, fuse_batch_norm_, unfuse_batch_norm_
-from tests.nn.conv_backends import backend as backend
-from tests.nn.conv_backends import one_thread as one_thread
+from tests.helpers.conv_backends import conv_backend as conv_backend
+from tests.helpers.surroundings import one_thread as one_thread
 
 
 class Block(nn.Module):
@@ -191,7 +191,7 @@ def assert_same(plain: nn.Module, fused: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_the_same_net(backend: str, name: str) -> None:
+def test_the_same_net(conv_backend: str, name: str) -> None:
     plain, fused, x = make(name)
     keys = list(fused.state_dict())
     report = fuse_batch_norm_(fused)
@@ -210,7 +210,7 @@ def test_the_same_net(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_it_is_fused(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_fused(conv_backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch norms that the report names are never called as modules."""
     _, net, x = make(name)
     fused = {part for line in fuse_batch_norm_(net).fused if " > " in line for part in line.split(" > ")[1:2]}
@@ -250,7 +250,7 @@ def test_report() -> None:
 # --- what may change afterwards
 
 
-def test_hooks_modes_and_modules_are_looked_at_in_every_call(backend: str) -> None:
+def test_hooks_modes_and_modules_are_looked_at_in_every_call(conv_backend: str) -> None:
     plain, fused, x = make("torchvision")
     fuse_batch_norm_(fused)
     fused(x)
@@ -276,7 +276,7 @@ def test_hooks_modes_and_modules_are_looked_at_in_every_call(backend: str) -> No
     assert_same(plain, fused, x)
 
 
-def test_copies(backend: str) -> None:
+def test_copies(conv_backend: str) -> None:
     plain, fused, x = make("torchvision")
     fuse_batch_norm_(fused)
     before = copy.deepcopy(fused)  # before a first call
@@ -296,7 +296,7 @@ def test_copies(backend: str) -> None:
     assert_same(copy.deepcopy(plain), before, x)
 
 
-def test_undone_and_done_again(backend: str) -> None:
+def test_undone_and_done_again(conv_backend: str) -> None:
     plain, fused, x = make("resnet")
     first = fuse_batch_norm_(fused)
     assert fuse_batch_norm_(fused) == first
@@ -307,7 +307,7 @@ def test_undone_and_done_again(backend: str) -> None:
     unfuse_batch_norm_(fused)
 
 
-def test_parts(backend: str) -> None:
+def test_parts(conv_backend: str) -> None:
     """A part that was fused by itself runs by itself when the whole is fused."""
     plain, fused, x = make("torchvision")
     fuse_batch_norm_(fused.layers[1])
@@ -316,14 +316,14 @@ def test_parts(backend: str) -> None:
     assert_same(plain, fused, x)
 
 
-def test_layers_of_ours_run_by_themselves(backend: str) -> None:
+def test_layers_of_ours_run_by_themselves(conv_backend: str) -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), ExpertStack(4, 4, 2, 1)).double()
     twin = copy.deepcopy(net)
     assert len(fuse_batch_norm_(net).fused) == 1
     assert_same(twin, net, torch.randn(2, 3, 5, 5, dtype=torch.float64))
 
 
-def test_functional_call_and_new_parameters(backend: str) -> None:
+def test_functional_call_and_new_parameters(conv_backend: str) -> None:
     plain, fused, x = make("resnet")
     fuse_batch_norm_(fused)
     fused(x)
@@ -338,7 +338,7 @@ def test_functional_call_and_new_parameters(backend: str) -> None:
 # --- dtypes and sizes
 
 
-def test_autocast_and_bfloat16(backend: str) -> None:
+def test_autocast_and_bfloat16(conv_backend: str) -> None:
     plain, fused, x = make("torchvision")
     plain, fused, x = plain.float().eval(), fused.float().eval(), x.float()
     fuse_batch_norm_(fused)
@@ -350,7 +350,7 @@ def test_autocast_and_bfloat16(backend: str) -> None:
     torch.testing.assert_close(fused.bfloat16()(x.bfloat16()).float(), expected, rtol=0.1, atol=0.1)
 
 
-def test_sizes(backend: str) -> None:
+def test_sizes(conv_backend: str) -> None:
     plain, fused, _ = make("resnet")
     fuse_batch_norm_(fused)
     for size in ((1, 5), (7, 3), (2, 2)):
@@ -444,7 +444,7 @@ class Optional(nn.Module):
         return -y if negate else y
 
 
-def test_arguments_with_defaults(backend: str) -> None:
+def test_arguments_with_defaults(conv_backend: str) -> None:
     plain = Optional().double()
     fused = copy.deepcopy(plain)
     fuse_batch_norm_(fused)
@@ -497,13 +497,13 @@ def test_what_is_left() -> None:
 
 
 @pytest.mark.slow
-def test_compile_fullgraph(backend: str) -> None:
+def test_compile_fullgraph(conv_backend: str) -> None:
     torch._dynamo.reset()
     _, fused, x = make("resnet")
     fused, x = fused.float(), x.float()
     fuse_batch_norm_(fused)
     twin = copy.deepcopy(fused)
-    compiled = torch.compile(twin, fullgraph=True, backend="inductor" if backend == "native" else "aot_eager")
+    compiled = torch.compile(twin, fullgraph=True, backend="inductor" if conv_backend == "native" else "aot_eager")
     for mode in (True, False):
         fused.train(mode)
         twin.train(mode)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastmod
 from fastmod.models import IsometricNet, PlainIsometricNet, load_plain_isometric
+from tests.helpers.conv_backends import BACKENDS
 from tests.helpers.processes import one_of_two
-from tests.nn.conv_backends import BACKENDS
 
 
 @pytest.fixture(params=BACKENDS)

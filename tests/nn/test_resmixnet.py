@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fastmod import models
 from fastmod.models import FusedResNet, PlainResMixNet, PlainResNet, PlainVGG, ResMixNet, load_plain
-from tests.nn.conv_backends import backend as backend
-from tests.nn.conv_backends import one_thread as one_thread
+from tests.helpers.conv_backends import conv_backend as conv_backend
+from tests.helpers.surroundings import one_thread as one_thread
 
 #: Tables 1 to 3 print them in thousands and millions.
 COUNTS: list[tuple[Callable[[], nn.Module], int]] = [
@@ -51,7 +51,7 @@ TWINS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], int]] =
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_equals_its_plain_twin(backend: str, name: str) -> None:
+def test_equals_its_plain_twin(conv_backend: str, name: str) -> None:
     make, make_plain, size = TWINS[name]
     plain = make_plain().double()
     model = load_plain(make().double(), plain)
@@ -79,7 +79,7 @@ def test_equals_its_plain_twin(backend: str, name: str) -> None:
         torch.testing.assert_close(model(x), plain(x), rtol=1e-8, atol=1e-8)
 
 
-def test_vgg_equals_its_plain_twin(backend: str) -> None:
+def test_vgg_equals_its_plain_twin(conv_backend: str) -> None:
     plain = PlainVGG(stem_stride=1).double()
     model = load_plain(models.vgg19_bn(stem_stride=1).double(), plain)
     x = torch.randn(3, 3, 32, 33, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_vgg_equals_its_plain_twin(backend: str) -> None:
         model(x[:, :, 1:])
 
 
-def test_gates(backend: str) -> None:
+def test_gates(conv_backend: str) -> None:
     """What the mixtures' gaters see in a forward is what ``gates`` returns."""
     model = ResMixNet(3, 1).eval()
     seen: list[Tensor] = []
@@ -116,7 +116,7 @@ def test_load_plain_refuses_another_net() -> None:
         load_plain(ResMixNet(2, 1, classes=3), PlainResMixNet(2, 1))
 
 
-def test_survives(backend: str) -> None:
+def test_survives(conv_backend: str) -> None:
     model = ResMixNet(2, 1)
     x = torch.randn(4, 3, 16, 16)
     model(x)
@@ -137,7 +137,7 @@ def test_survives(backend: str) -> None:
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_errors(backend: str) -> None:
+def test_errors(conv_backend: str) -> None:
     with pytest.raises(ValueError, match=r"x: expected \[B, C, H, W\] with C = 3, got shape \[2, 1, 8, 8\]"):
         ResMixNet(2, 1)(torch.zeros(2, 1, 8, 8))
     with pytest.raises(ValueError, match="experts: expected an int >= 1, got 0"):
@@ -151,8 +151,8 @@ def test_errors(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["native"], indirect=True)  # that of plain PyTorch is tested on one mixture
-def test_compile_fullgraph(backend: str) -> None:
+@pytest.mark.parametrize("conv_backend", ["native"], indirect=True)  # that of plain PyTorch is tested on one mixture
+def test_compile_fullgraph(conv_backend: str) -> None:
     torch._dynamo.reset()
     model = ResMixNet(2, 2)
     twin = copy.deepcopy(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ from tests.data.test_domains import usps_folder
 from tests.data.test_photographs import svhn_folder
 from tests.helpers.study_commands import in_process, refused
 from tests.helpers.study_runs import digits
+from tests.helpers.surroundings import no_data_folder as no_data_folder
+from tests.helpers.surroundings import one_thread as one_thread
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {"channels": 8, "layers": 4, "templates": 2, "chunk": 2, "evaluate_every": 2, "verify": False}
@@ -43,17 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MODELS = [(study, model) for study in SETTINGS for model in registry.get(study).models]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums depend on it in the last bit
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
-def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTMOD_DATA", raising=False)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "_BATCHES", 2)
     monkeypatch.setattr(transfer, "_LEARNING_STEPS", 3)
     monkeypatch.setattr(adapt, "_WARM_UP", 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fastmod.tasks.arithmetic import digits_of
 from tests.helpers.study_commands import fastmod, in_process, refused
 from tests.helpers.study_hooks import kill, ticks, without_figures
 from tests.helpers.study_runs import digits, outcome
+from tests.helpers.surroundings import one_thread as one_thread
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {"batch": 8, "steps": 4, "chunk": 2, "evaluate_every": 2, "samples": 2, "mask_lr": 3.0}
@@ -38,14 +38,6 @@ STUDIES: dict[str, dict[str, dict[str, Any]]] = {
     "mask-permuted-mnist": {"FNN": {"hidden": (6, 5), "tasks": 3, "verify": False, "beta": 0.0}},
 }
 CASES = [(study, model) for study, models in STUDIES.items() for model in models]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums depend on it in the last bit
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,24 +34,13 @@ from tests.helpers.study_commands import Finished, in_process, refused
 from tests.helpers.study_commands import fastmod as fastmod_command
 from tests.helpers.study_hooks import kill, ticks, without_figures
 from tests.helpers.study_runs import outcome
+from tests.helpers.surroundings import no_data_folder as no_data_folder
+from tests.helpers.surroundings import one_thread as one_thread
 
 CPU = torch.device("cpu")
 STUDIES = ("resmix-pentomino", "resmix-parity", "resmix-cifar")
 TINY: dict[str, Any] = {"batch": 4, "epochs": 2, "chunk": 3}
 RELATION: dict[str, Any] = {"images": 26, "valid_images": 9, "test_images": 30}  # two of the 26 fill no batch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums depend on it in the last bit
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTMOD_DATA", raising=False)
 
 
 class Small(nn.Module):
