@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmod.nn._parts import positive_sizes
 from fastmod.nn._pending import Pending, finish, values_per_channel
 from fastmod.nn._stacked import batch_statistics
 from fastmod.ops._checks import compute_dtype
@@ -85,8 +86,10 @@ class InputAdapter(nn.Module):
 
     def forward(self, x: Tensor, task: int | None) -> Tensor:
         side, tasks = self.patch, x.shape[1]
-        high, wide = (size // side * side for size in x.shape[-2:])
-        patches = F.pixel_unshuffle(x[..., :high, :wide].flatten(0, 1), side).unflatten(0, x.shape[:2])
+        high, wide = (size // side for size in x.shape[-2:])
+        cut = x[..., : high * side, : wide * side].unflatten(-1, (wide, side)).unflatten(-3, (high, side))
+        # [B, T, C, H', side, W', side] -> [B, T, C * side * side, H', W']; pixel_unshuffle leaves an empty batch alone
+        patches = cut.permute(0, 1, 2, 4, 6, 3, 5).flatten(2, 4)
         # As a 1x1 convolution of the patches, whose pixels are channels now.
         weight = self.weight.flatten(1)[None, :, :, None, None].expand(tasks, -1, -1, -1, -1)
         bias = None if self.bias is None else self.bias.expand(tasks, -1)
@@ -166,6 +169,7 @@ class TaskHead(nn.Module):
 
     def add_task(self, classes: int | None) -> None:
         count = self.classes[0] if classes is None else classes
+        positive_sizes(classes=count)
         if self.shared and count != self.classes[0]:
             raise ValueError(f"classes: expected {self.classes[0]} as of the shared head, got {count}")
         self.classes = [*self.classes, count]

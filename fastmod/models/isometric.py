@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastmod.models._isometric_parts import InputAdapter, OutputAdapter, TaskHead, TaskNorm
 from fastmod.nn._parts import positive_sizes
+from fastmod.nn._undone import undone_on_error
 from fastmod.nn.compositional import Compositional
 from fastmod.nn.expert_layers import check_images
 from fastmod.nn.isometric_block import IsometricBlock
@@ -36,6 +37,9 @@ class IsometricNet(nn.Module):
 
     Parameters: those of ``input_adapter``, ``body`` (``bank.weight`` [K, P], ``logits`` [T, L, K]), ``output_adapter``
     and ``head``. Every one has a dense gradient whichever task a batch belongs to.
+
+    For a moving average: ``torch.optim.swa_utils.AveragedModel(net, use_buffers=True)``; ``update_bn`` knows torch's own
+    batch norms only.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class IsometricNet(nn.Module):
     ) -> None:
         super().__init__()
         positive_sizes(channels=channels, in_channels=in_channels, patch=patch, tasks=tasks)
-        c1, c2 = output or ((128, 256) if channels < 40 else (960, 1280))
+        c1, c2 = _output_channels(output, channels)
         self.in_channels, self.patch, self.adapter_into_blocks = in_channels, patch, adapter_into_blocks
         own = norm == "per_task"
         self.input_adapter = InputAdapter(in_channels, channels, patch, bias, tasks, own)
@@ -120,12 +124,15 @@ class IsometricNet(nn.Module):
         return x
 
     def mixture(self, task: int | None = None) -> Tensor:
+        """See :meth:`fastmod.nn.Compositional.mixture`."""
         return self.body.mixture(task)
 
     def signature(self, task: int = 0) -> list[int]:
+        """See :meth:`fastmod.nn.Compositional.signature`."""
         return self.body.signature(task)
 
     def sharing(self, task: int, other: int) -> Tensor:
+        """See :meth:`fastmod.nn.Compositional.sharing`."""
         return self.body.sharing(task, other)
 
     @torch.no_grad()
@@ -138,9 +145,11 @@ class IsometricNet(nn.Module):
                     buffer[target] = buffer[source]
 
     def cluster_penalty(self, squared: bool = False) -> Tensor:
+        """See :meth:`fastmod.nn.Compositional.cluster_penalty`."""
         return self.body.cluster_penalty(squared)
 
     def entropy_penalty(self) -> Tensor:
+        """See :meth:`fastmod.nn.Compositional.entropy_penalty`."""
         return self.body.entropy_penalty()
 
     def harden(self) -> IsometricNet:
@@ -161,15 +170,27 @@ class IsometricNet(nn.Module):
     ) -> int:
         """One more task, see :meth:`fastmod.nn.Compositional.add_task`; its head is new (``classes``, by default as
         task 0) unless heads are shared. Returns its number."""
-        coefficients = self.body.coefficients(init, accuracies, loss)
+        coefficients = self.body.coefficients(init, accuracies, loss, steps, lr)
         source = 0 if coefficients is None else int(coefficients.argmax())
-        self.head.add_task(classes)
-        self.input_adapter.norm.add_task(source)
-        self.output_adapter.add_task(source)
-        return self.body.add_task(init, accuracies=accuracies, loss=loss, steps=steps, lr=lr)
+        with undone_on_error(self):
+            self.head.add_task(classes)
+            self.input_adapter.norm.add_task(source)
+            self.output_adapter.add_task(source)
+            return self.body.add_task(init, accuracies=accuracies, loss=loss, steps=steps, lr=lr)
+
+
+def _output_channels(output: tuple[int, int] | None, channels: int) -> tuple[int, int]:
+    if output is None:
+        return (128, 256) if channels < 40 else (960, 1280)
+    if not isinstance(output, (list, tuple)) or len(output) != 2:
+        raise ValueError(f"output: expected two numbers of channels (c1, c2), got {output!r}")
+    positive_sizes(c1=output[0], c2=output[1])
+    return output[0], output[1]
 
 
 def _class_counts(classes: int | Sequence[int], tasks: int, shared: bool) -> list[int]:
+    if not isinstance(classes, (int, list, tuple)):
+        raise TypeError(f"classes: expected an int or one for each of {tasks} tasks, got {classes!r}")
     counts = [classes] * tasks if isinstance(classes, int) else list(classes)
     if len(counts) != tasks:
         raise ValueError(f"classes: expected a number or one for each of {tasks} tasks, got {len(counts)}")

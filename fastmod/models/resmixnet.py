@@ -202,8 +202,10 @@ def load_plain(model: nn.Module, plain: nn.Module) -> nn.Module:
     """Give ``model`` the weights and statistics of its plain twin (``fastmod.models.plain_resmixnet``); returns it."""
     theirs = plain.state_dict()
     stacked = {}
+    used = set()
     for name, value in model.state_dict().items():
         if name in theirs:
+            used.add(name)
             other = theirs[name]
             stacked[name] = other if other.shape == value.shape else other.unsqueeze(0)
         else:  # mixtures.0.experts.blocks.0... is mixtures.0.experts.{e}.blocks.0... of each expert
@@ -211,7 +213,11 @@ def load_plain(model: nn.Module, plain: nn.Module) -> nn.Module:
             values = [theirs[n] for n in names if n in theirs]
             if len(values) != len(names):
                 raise ValueError(f"plain: expected {names[len(values)]}, of which {name} is made, got no such entry")
+            used.update(names)
             stacked[name] = values[0] if name.endswith("num_batches_tracked") else torch.stack(values)
+    unused = [name for name in theirs if name not in used]
+    if unused:
+        raise ValueError(f"plain: expected the twin of this net, got entries that it has not, such as {unused[0]}")
     model.load_state_dict(stacked)
     return model
 

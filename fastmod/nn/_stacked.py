@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,9 +21,13 @@ Tensors = Mapping[str, Tensor]
 
 
 def stackable(block: nn.Module) -> bool:
-    """Whether Compositional may run it by ``forward_stacked``; the mean over all batches has a rate per layer."""
+    """Whether Compositional may run it by ``forward_stacked(x, weights, buffers)``: not where batch norms average over
+    all batches, whose rate would be a layer's own."""
+    stacked = getattr(block, "forward_stacked", None)
+    if stacked is None or "weights" not in inspect.signature(stacked).parameters:  # Compositional's own is another
+        return False
     norms = [m for m in block.modules() if isinstance(m, nn.BatchNorm2d)]
-    return hasattr(block, "forward_stacked") and all(n.momentum is not None and n.track_running_stats for n in norms)
+    return all(n.momentum is not None and n.track_running_stats for n in norms)
 
 
 class Sum(NamedTuple):

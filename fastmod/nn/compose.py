@@ -48,6 +48,7 @@ def compose_(
     With ``templates`` = K, layers of equal shapes (the 3x3 convolutions of a stage, the blocks of a Transformer) become
     mixtures of K templates, which start as the means of neighbouring layers. With ``state_dicts``, checkpoints of this
     same net, each layer becomes a mixture of the same layer in all of them: models merged by learned coefficients.
+    Buffers, such as the statistics of batch norm, stay those of ``model``: estimate them anew for merged weights.
 
     Args:
         filter_fn: ``(name, module) -> bool``, which modules; of nested ones the outer. By default every Linear and
@@ -56,7 +57,7 @@ def compose_(
         coefficients: ``"per_layer"``, or ``"shared"``: the same mixture in all layers.
         mixing: shares from logits by ``"softmax"``, ``"tanh"`` or ``"none"``.
         init: of the logits: ``"diag"`` near the template that a layer went into, ``"uniform"``, or ``"equal"``; by
-            default ``"diag"``, with ``state_dicts`` ``"equal"``.
+            default ``"diag"``, with ``state_dicts`` or shared coefficients ``"equal"``.
         train_templates: whether templates learn; by default not with ``state_dicts``, where coefficients alone do.
 
     Returns:
@@ -79,10 +80,11 @@ def compose_(
         assert templates is not None
         _parts.positive_sizes(templates=templates)
         groups = _equal_ones(chosen, templates)
-        init = init or "diag"
+        init = init or ("equal" if coefficients == "shared" else "diag")
     else:
-        if not isinstance(state_dicts, (list, tuple)) or not state_dicts:
-            raise TypeError("state_dicts: expected a list of state dicts")
+        listed = isinstance(state_dicts, (list, tuple)) and all(isinstance(state, Mapping) for state in state_dicts)
+        if not listed or not state_dicts:
+            raise TypeError(f"state_dicts: expected a list of state dicts, got {state_dicts!r:.60}")
         templates = len(state_dicts)
         groups = [[name] for name in chosen]
         init = init or "equal"
@@ -153,7 +155,8 @@ class Composition:
         """The mixed tensor that stands for the parameter of this name."""
         layer, key, shape = self._places[name]
         row = getattr(self.model, COMPOSED_LOGITS)[0 if self.shared else layer]
-        return mixed(row, getattr(self.model, key), self.mixing).view(shape)
+        bank = getattr(self.model, key)
+        return mixed(row.to(bank.dtype), bank, self.mixing).view(shape)
 
     def mixture(self) -> dict[str, Tensor]:
         """Layer -> shares of the templates [K], without gradients."""

@@ -15,6 +15,8 @@ from fastmod.nn import _parts
 from fastmod.nn._mix import mixed
 from fastmod.nn._pending import finish
 from fastmod.nn._stacked import Sum, stackable
+from fastmod.nn._undone import undone_on_error
+from fastmod.nn.fuse_batch_norm import fuse_batch_norm_
 from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
 from fastmod.nn.signatures import make_signature, sequential
 from fastmod.nn.template_bank import TemplateBank
@@ -51,9 +53,10 @@ class Compositional(nn.Module):
     Parameters: ``bank.weight`` [K, P], ``logits`` [T, L, K] (none with a signature), ``norm_weight`` [L, N], per task
     [L, T, N]. Buffers of the block, such as the statistics of batch norm, are never mixed: ``state.*`` [L, T, ...].
 
-    All weights are mixed by one call. A block with a method ``forward_stacked`` (``IsometricBlock``, He's) runs on
-    fused ops, all tasks in one call; any other through torch.func.functional_call, task after task, said once. Such a
-    block must not call torch.utils.checkpoint inside, which would find NaN for weights when it runs again: put the
+    All weights are mixed by one call. A block with a method ``forward_stacked`` (``IsometricBlock``, ``BasicBlock``)
+    runs on fused ops, all tasks in one call. Any other runs through torch.func.functional_call, task after task: its
+    convolutions with batch norm are fused (:func:`fuse_batch_norm_`); that nothing is, is said once. Such a block must
+    not call torch.utils.checkpoint inside, which would find NaN for weights when it runs again: put the
     checkpoint around this module.
     """
 
@@ -80,24 +83,23 @@ class Compositional(nn.Module):
         self.layers, self.tasks, self.norm, self.mixing = layers, tasks, norm, mixing
         kinds = self.bank.templates
         like = self.bank.weight
+        self._shared_layers = _chosen_layers(share_layers, layers)
+        shared = torch.zeros(layers, dtype=torch.bool, device="cpu")
+        shared[self._shared_layers] = True
+        self.register_buffer("_shared", shared.to(like.device), persistent=False)
         self.fixed: list[list[int]] | None = None  # a signature per task
         if signature is not None:
-            self.fixed = _signatures(signature, kinds, layers, tasks, generator)
-            self.register_parameter("logits", None)
+            self._fix(_signatures(signature, kinds, layers, tasks, generator))
         else:
             first = first_logits(init, mixing, tasks, layers, kinds, generator)
             self.logits = nn.Parameter(first.to(like))
-        shared = torch.zeros(layers, dtype=torch.bool, device="cpu")
-        shared[_chosen_layers(share_layers, layers)] = True
-        self.register_buffer("_shared", shared.to(like.device), persistent=False)
-        self._any_shared = bool(_chosen_layers(share_layers, layers))
         self._trial: tuple[int, Tensor] | None = None  # logits of a task that are being tried
         self._start(self.fixed[0] if self.fixed is not None else sequential(kinds, layers))
         block = self.bank.block
         if any(isinstance(module, nn.RNNBase) for module in block.modules()):
             raise TypeError("block_factory: expected no recurrent layers of torch, which keep their weights in a list")
         self.fused = stackable(block)
-        if not self.fused and type(block) not in _told:
+        if not self.fused and not _fuses(block) and type(block) not in _told:
             _told.add(type(block))
             warnings.warn(
                 f"fastmod.nn.Compositional: {type(block).__name__} is not on the fused "
@@ -105,6 +107,29 @@ class Compositional(nn.Module):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _fix(self, signatures: list[list[int]]) -> None:
+        """Fixed signatures instead of learned shares; a buffer keeps them in the state dict."""
+        for layer in self._shared_layers:
+            for own in signatures:
+                own[layer] = signatures[0][layer]
+        self.fixed = signatures
+        self.logits = None  # type: ignore[assignment]
+        self.register_buffer("templates_of", torch.tensor(signatures, device=self.bank.weight.device))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        key = prefix + "templates_of"
+        if self.fixed is None:
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            return
+        state_dict.setdefault(key, self.templates_of)  # older state dicts lack it
+        found = state_dict[key]
+        errors: list[str] = rest[-1]
+        if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < self.bank.templates:
+            errors.append(f"{key}: expected templates 0 .. {self.bank.templates - 1}, got {found.tolist()}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.fixed = self.templates_of.tolist()
 
     def _start(self, templates: list[int]) -> None:
         """What is not mixed starts in a layer as in the block that became its first template."""
@@ -125,18 +150,26 @@ class Compositional(nn.Module):
 
     # ---------------------------------------------------------------- forward
 
-    def forward(self, x: Tensor, *extra: Any, task: int | None = 0, order: Sequence[int] | None = None) -> Tensor:
-        """``order``: the layers in which x passes through the net, for inference in another order than trained."""
+    def forward(
+        self, x: Tensor, *extra: Any, task: int | None = 0, order: Sequence[int] | None = None, **named: Any
+    ) -> Tensor:
+        """``order``: the layers in which x passes through the net, for inference in another order than trained.
+
+        ``extra`` and ``named`` go to every block; for all tasks at once tensors among them are ``[T, ...]``.
+        """
+        if self.fused and named:
+            raise TypeError(f"forward() got an unexpected keyword argument {next(iter(named))!r}")
         if task is None:
             self._check_all(x)
             if self.fused:
-                moved = [e.transpose(0, 1) for e in (x, *extra)]
+                moved = [e if e is None else e.transpose(0, 1) for e in (x, *extra)]
                 return self.forward_stacked(*moved, task=None, order=order).transpose(0, 1)
-            return self._by_functional_call(None, x, extra, order)
+            return self._by_functional_call(None, x, extra, named, order)
         task = self.check_task(task)
         if self.fused:
-            return self.forward_stacked(*[e.unsqueeze(1) for e in (x, *extra)], task=task, order=order).squeeze(1)
-        return self._by_functional_call(task, x, extra, order)
+            single = [e if e is None else e.unsqueeze(1) for e in (x, *extra)]
+            return self.forward_stacked(*single, task=task, order=order).squeeze(1)
+        return self._by_functional_call(task, x, extra, named, order)
 
     def forward_stacked(
         self, x: Tensor, *extra: Tensor, task: int | None = None, order: Sequence[int] | None = None
@@ -162,26 +195,33 @@ class Compositional(nn.Module):
         return x
 
     def _by_functional_call(
-        self, task: int | None, x: Tensor, extra: tuple[Any, ...], order: Sequence[int] | None
+        self, task: int | None, x: Tensor, extra: tuple[Any, ...], named: dict[str, Any], order: Sequence[int] | None
     ) -> Tensor:
         layers = self._weights(task)
         if task is not None:
             single = [{n: w.squeeze(0) for n, w in layer.items()} for layer in layers]
-            return self._chain(task, single, x, extra, order)
+            return self._chain(task, single, x, extra, named, order)
         apart = [{n: w.unbind(0) for n, w in layer.items()} for layer in layers]
         found = []
         for t in range(self.tasks):
             of_task = [{n: w[t] for n, w in layer.items()} for layer in apart]
-            found.append(self._chain(t, of_task, x[t], tuple(e[t] for e in extra), order))
+            others = tuple(_at(e, t) for e in extra)
+            found.append(self._chain(t, of_task, x[t], others, {n: _at(e, t) for n, e in named.items()}, order))
         return torch.stack(found)
 
     def _chain(
-        self, task: int, layers: list[dict[str, Tensor]], x: Tensor, extra: tuple[Any, ...], order: Sequence[int] | None
+        self,
+        task: int,
+        layers: list[dict[str, Tensor]],
+        x: Tensor,
+        extra: tuple[Any, ...],
+        named: dict[str, Any],
+        order: Sequence[int] | None,
     ) -> Tensor:
         for layer in self._in_order(order):
             buffers = {n: getattr(self.state, _key(n))[layer, task] for n in self._buffers_of_block}
             tensors = {**layers[layer], **buffers}
-            x = torch.func.functional_call(self.bank.block, tensors, (x, *extra))
+            x = torch.func.functional_call(self.bank.block, tensors, (x, *extra), named)
             for n, buffer in buffers.items():  # what a block assigned instead of writing in place
                 if tensors[n] is not buffer:
                     buffer.copy_(tensors[n].detach())
@@ -225,7 +265,7 @@ class Compositional(nn.Module):
         if self._trial is not None:
             at, tried = self._trial
             rows = torch.cat([rows[:at], tried[None].to(rows), rows[at + 1 :]])
-        if self._any_shared:
+        if self._shared_layers:
             rows = torch.where(self._shared[:, None], rows[:1], rows)  # type: ignore[index]
         if task is not None:
             rows = rows[task : task + 1]
@@ -297,8 +337,7 @@ class Compositional(nn.Module):
     def harden(self) -> Compositional:
         """A copy of the net at its signatures, one template a layer: weights are views into its bank."""
         found = copy.deepcopy(self)
-        found.fixed = [self.signature(t) for t in range(self.tasks)]
-        found.logits = None  # type: ignore[assignment]
+        found._fix([self.signature(t) for t in range(self.tasks)])
         return found
 
     def cluster_penalty(self, squared: bool = False) -> Tensor:
@@ -340,12 +379,18 @@ class Compositional(nn.Module):
         Statistics, and scales and shifts per task, are copied from the task with the largest coefficient.
         """
         old = self.tasks
-        coefficients = self.coefficients(init, accuracies, loss)
+        coefficients = self.coefficients(init, accuracies, loss, steps, lr)
         source = 0 if coefficients is None else int(coefficients.argmax())
+        with undone_on_error(self):
+            self._add_task(source, coefficients)
+            if init == "learned":
+                assert loss is not None
+                self._learn(old, loss, steps, lr)
+        return old
+
+    def _add_task(self, source: int, coefficients: Tensor | None) -> None:
         if self.fixed is not None:
-            if isinstance(init, bool) or not isinstance(init, int):
-                raise ValueError("init: expected the number of a task, as the net has fixed signatures")
-            self.fixed = [*self.fixed, self.fixed[source]]
+            self._fix([*self.fixed, list(self.fixed[source])])
         else:
             self._add_logits(coefficients)
         if self.norm_weight is not None and self.norm == "per_task":
@@ -354,16 +399,23 @@ class Compositional(nn.Module):
         for n in self._buffers_of_block:
             buffer = getattr(self.state, _key(n))
             self.state._buffers[_key(n)] = torch.cat([buffer, buffer[:, source : source + 1]], 1)
-        self.tasks = old + 1
-        if init == "learned":
-            assert loss is not None
-            self._learn(old, loss, steps, lr)
-        return old
+        self.tasks += 1
 
     def coefficients(
-        self, init: int | str | Sequence[float], accuracies: Sequence[float] | None, loss: Callable[[], Tensor] | None
+        self,
+        init: int | str | Sequence[float],
+        accuracies: Sequence[float] | None,
+        loss: Callable[[], Tensor] | None,
+        steps: int = 1,
+        lr: float = 1.0,
     ) -> Tensor | None:
-        """Of the tasks there are; None where the shares are drawn."""
+        """The arguments of :meth:`add_task`, checked: coefficients of the tasks there are, None where the shares are
+        drawn."""
+        if self.fixed is not None and (isinstance(init, bool) or not isinstance(init, int)):
+            raise ValueError(f"init: expected the number of a task, as the net has fixed signatures, got {init!r}")
+        _parts.positive_sizes(steps=steps)
+        if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
+            raise ValueError(f"lr: expected a finite number > 0, got {lr!r}")
         if isinstance(init, str):
             if init == "uniform":
                 return None
@@ -406,7 +458,13 @@ class Compositional(nn.Module):
                 with torch.enable_grad():
                     tried = torch.einsum("t,tlk->lk", chosen.softmax(0), xi)
                     self._trial = (task, logits_of(tried, self.mixing))
-                    (chosen.grad,) = torch.autograd.grad(loss(), chosen)
+                    value = loss()
+                    if not isinstance(value, Tensor):
+                        raise TypeError(f"loss: expected a function that returns a tensor, got {type(value).__name__}")
+                    grad = torch.autograd.grad(value, chosen, allow_unused=True)[0] if value.requires_grad else None
+                if grad is None:
+                    raise ValueError(f"loss: expected the loss of the new task, {task}, got one that does not use it")
+                chosen.grad = grad
                 optimizer.step()
         finally:
             self._trial = None
@@ -445,13 +503,23 @@ class Compositional(nn.Module):
             raise ValueError(f"template: expected one that no signature uses, got {index}")
         self.bank.remove_template(index)
         if self.fixed is not None:
-            self.fixed = [[k - (k > index) for k in signature] for signature in self.fixed]
+            self._fix([[k - (k > index) for k in signature] for signature in self.fixed])
         if self.logits is not None:
             values = self.logits.detach()
             self.logits = _renewed(self.logits, torch.cat([values[..., :index], values[..., index + 1 :]], -1))
 
     def extra_repr(self) -> str:
         return f"layers={self.layers}, tasks={self.tasks}, norm={self.norm!r}, {self._kind()}"
+
+
+def _fuses(block: nn.Module) -> bool:
+    """Let a block's convolutions apply its batch norms, if it has such pairs."""
+    if not any(isinstance(module, nn.BatchNorm2d) for module in block.modules()):
+        return False
+    try:
+        return bool(fuse_batch_norm_(block).fused)
+    except Exception:  # what torch.fx cannot trace runs as it is written
+        return False
 
 
 def first_logits(
@@ -474,7 +542,8 @@ def _signatures(
         if len(signature) != tasks:
             raise ValueError(f"signature: expected one for each of {tasks} tasks, got {len(signature)}")
         return [make_signature(s, templates, layers, generator) for s in signature]
-    return [make_signature(signature, templates, layers, generator)] * tasks
+    same = make_signature(signature, templates, layers, generator)
+    return [list(same) for _ in range(tasks)]
 
 
 def _bank(block_factory: Any, templates: int | None, norm: str) -> TemplateBank:
@@ -500,6 +569,11 @@ def _chosen_layers(layers: int | Sequence[int], count: int) -> list[int]:
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
             raise ValueError(f"share_layers: expected layers 0 .. {count - 1}, got {layer!r}")
     return list(layers)
+
+
+def _at(argument: Any, task: int) -> Any:
+    """A further argument of the blocks as one task has it."""
+    return argument[task] if isinstance(argument, Tensor) else argument
 
 
 def _renewed(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:

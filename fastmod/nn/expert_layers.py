@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,15 @@ class ExpertConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return convolve(x, self.weight, self.bias, stride=self.stride, stats=False).y
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertConv:
+        """``net.to(memory_format=torch.channels_last)`` is for images: torch refuses it for weights of five dimensions,
+        which therefore pass as matrices."""
+
+        def as_matrix(tensor: Tensor) -> Tensor:
+            return fn(tensor.flatten(1)).unflatten(1, tensor.shape[1:]) if tensor.dim() == 5 else fn(tensor)
+
+        return super()._apply(as_matrix, recurse)
+
     def extra_repr(self) -> str:
         experts, outputs, inputs, kernel, _ = self.weight.shape
         return f"{inputs}, {outputs}, experts={experts}, kernel={kernel}, stride={self.stride}"
@@ -55,6 +65,9 @@ class ExpertNorm(nn.Module):
     :class:`torch.nn.BatchNorm2d` has them. Without gradients, eval computes scale and shift once, and again after
     ``train()``, ``eval()`` or a change in place of a parameter or statistic (not through ``.data``, which torch does
     not count: call ``eval()`` after it).
+
+    No subclass of torch's batch norms, so ``torch.optim.swa_utils.update_bn`` passes over it: average the buffers too,
+    ``AveragedModel(net, use_buffers=True)``.
     """
 
     running_mean: Tensor

@@ -209,11 +209,18 @@ def _stack(ours: nn.Module, theirs: list[Any]) -> None:
             raise ValueError("experts: expected one eps and one momentum for the same batch norm of all experts")
         ours.num_batches_tracked.copy_(theirs[0].num_batches_tracked)
         ours.train(theirs[0].training)
+    if any(other.training != theirs[0].training for other in theirs):
+        raise ValueError("experts: expected all in train or all in eval mode: a stack has one mode")
     for name, value in ours.state_dict().items():
         if name != "num_batches_tracked":
-            value.copy_(torch.stack([getattr(other, name) for other in theirs]))
+            tensors = [getattr(other, name) for other in theirs]
+            kinds = {(t.dtype, t.device, t.requires_grad) for t in tensors}
+            if len(kinds) > 1:
+                found = ", ".join(sorted(f"{dtype} on {device}, requires_grad={grad}" for dtype, device, grad in kinds))
+                raise ValueError(f"experts: expected {name} of one kind in all experts, which are stacked, got {found}")
+            value.copy_(torch.stack(tensors))
     for name, parameter in ours.named_parameters():
-        parameter.requires_grad_(any(getattr(other, name).requires_grad for other in theirs))
+        parameter.requires_grad_(getattr(theirs[0], name).requires_grad)
 
 
 @torch.no_grad()

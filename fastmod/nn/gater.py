@@ -54,6 +54,9 @@ class Gater(nn.Module):
     ) -> None:
         super().__init__()
         _parts.positive_sizes(in_channels=in_channels, experts=experts, pooled=pooled)
+        for name, values in (("channels", channels), ("strides", strides)):
+            if not isinstance(values, (list, tuple)):
+                raise TypeError(f"{name}: expected a list, one entry per convolution, got {values!r}")
         if len(channels) == 0 or len(channels) != len(strides):
             raise ValueError(
                 f"channels, strides: expected one stride per convolution, got {list(channels)}, {list(strides)}"

@@ -119,6 +119,8 @@ class IsometricBlock(nn.Module):
             return False
         if not norms[0][0] and wanted(x, *weights.values()):
             return False
+        if norms[0][0] and x.shape[0] == 1 and self.squeeze is None:
+            return False  # the op refuses one image in training, which leaves a squeeze-excite one value per channel
         return x.device.type == "cpu" and backend.resolve("norm_conv", x) == "native"
 
     def _fused(self, x: Tensor, weights: Tensors, buffers: Tensors) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fastmod.nn import _parts
+from fastmod.nn.fuse_batch_norm import unfuse_batch_norm_
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -56,6 +57,8 @@ class TemplateBank(nn.Module):
             raise TypeError(f"block: expected a module, got {type(block).__name__}")
         if not isinstance(state_dicts, (list, tuple)):
             raise TypeError(f"state_dicts: expected a list of state dicts, got {type(state_dicts).__name__}")
+        if not state_dicts:
+            raise ValueError("state_dicts: expected at least one, got none")
         modules = []
         for i, state in enumerate(state_dicts):
             module = copy.deepcopy(block)
@@ -85,7 +88,7 @@ class TemplateBank(nn.Module):
         if len(kinds) > 1:
             raise TypeError(f"{name}: expected parameters of one dtype on one device, got {sorted(map(str, kinds))}")
         for i, module in enumerate(modules):
-            self._check(f"{name}: number {i}", module)
+            self._check(f"{name}: number {i}", module, next(iter(kinds))[0])
         self.weight = nn.Parameter(torch.stack([self._row(module) for module in modules]))
         self.weight.requires_grad_(any(p.requires_grad for module in modules for p in module.parameters()))
         # In a tuple, as it is no part of parameters() or state_dict().
@@ -93,7 +96,7 @@ class TemplateBank(nn.Module):
         #: Per template what is not mixed, buffers included, as the blocks brought it: where layers start.
         self._starts = [self._start(module) for module in modules]
 
-    def _check(self, name: str, module: nn.Module) -> None:
+    def _check(self, name: str, module: nn.Module, dtype: torch.dtype | None = None) -> None:
         shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
         expected = {**self.shapes, **self.left_out}
         for n in expected:
@@ -101,6 +104,10 @@ class TemplateBank(nn.Module):
                 raise ValueError(f"{name}: expected the parameters of the first block, got no {n}")
             if shapes[n] != expected[n]:
                 raise ValueError(f"{name}: expected {n} of shape {list(expected[n])}, got {list(shapes[n])}")
+        if dtype is not None:
+            for n, p in module.named_parameters():
+                if n in self.shapes and p.dtype != dtype:
+                    raise TypeError(f"{name}: expected {n} of the first block's {dtype}, got {p.dtype}")
         for n in shapes:
             if n not in expected:
                 raise ValueError(f"{name}: expected the parameters of the first block, got {n} besides")
@@ -150,6 +157,7 @@ class TemplateBank(nn.Module):
             memo: dict[int, Any] = {id(p): nn.Parameter(values[n]) for n, p in self.block.named_parameters()}
             memo |= {id(b): values[n] for n, b in self.block.named_buffers()}
             found.append(copy.deepcopy(self.block, memo).train(self.training))
+            unfuse_batch_norm_(found[-1])  # which Compositional may have fused
         return found
 
     def check_index(self, index: int) -> int:

@@ -103,8 +103,8 @@ def _check(
     _checks.float_tensor("mean", mean, 0, "[E, C]")
     if mean.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"mean: expected float32 or float64, got {mean.dtype}")
-    if training and count == 1:
-        raise ValueError("count: expected more than 1 value per channel when training, got 1")
+    if training and count != 0 and not 1 < count < _checks.INFINITY:  # 0: an empty batch, which moves no statistics
+        raise ValueError(f"count: expected more than 1 value per channel when training, got {count:g}")
     others = (("var", var), ("weight", weight), ("bias", bias))
     for name, value in (*others, ("running_mean", running_mean), ("running_var", running_var)):
         if value is None:

@@ -96,7 +96,7 @@ def _check(
     _checks.flag("relu", form.relu)
     _checks.flag("depthwise", form.depthwise)
     _checks.flag("stats", stats)
-    if isinstance(form.stride, bool) or form.stride not in (1, 2):
+    if isinstance(form.stride, bool) or not isinstance(form.stride, int) or form.stride not in (1, 2):
         raise ValueError(f"stride: expected 1 or 2, got {form.stride!r}")
     shape = "[E, C, 1, k, k]" if form.depthwise else "[E, Cout, Cin, k, k]"
     _checks.float_tensor("x", x, 4, "[B, E, Cin, H, W] or [B, Cin, H, W]")
