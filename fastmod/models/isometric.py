@@ -38,8 +38,8 @@ class IsometricNet(nn.Module):
     Parameters: those of ``input_adapter``, ``body`` (``bank.weight`` [K, P], ``logits`` [T, L, K]), ``output_adapter``
     and ``head``. Every one has a dense gradient whichever task a batch belongs to.
 
-    For a moving average: ``torch.optim.swa_utils.AveragedModel(net, use_buffers=True)``; ``update_bn`` knows torch's own
-    batch norms only.
+    For a moving average: ``torch.optim.swa_utils.AveragedModel(net, use_buffers=True)``; ``update_bn`` knows only
+    torch's own batch norms.
     """
 
     def __init__(

@@ -60,6 +60,8 @@ class Compositional(nn.Module):
     checkpoint around this module.
     """
 
+    templates_of: Tensor  # [T, L], with a signature
+
     def __init__(
         self,
         block_factory: Callable[[], nn.Module] | TemplateBank,
@@ -114,7 +116,7 @@ class Compositional(nn.Module):
             for own in signatures:
                 own[layer] = signatures[0][layer]
         self.fixed = signatures
-        self.logits = None  # type: ignore[assignment]
+        self.register_parameter("logits", None)
         self.register_buffer("templates_of", torch.tensor(signatures, device=self.bank.weight.device))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -162,17 +164,17 @@ class Compositional(nn.Module):
         if task is None:
             self._check_all(x)
             if self.fused:
-                moved = [e if e is None else e.transpose(0, 1) for e in (x, *extra)]
-                return self.forward_stacked(*moved, task=None, order=order).transpose(0, 1)
+                moved = [None if e is None else e.transpose(0, 1) for e in extra]
+                return self.forward_stacked(x.transpose(0, 1), *moved, task=None, order=order).transpose(0, 1)
             return self._by_functional_call(None, x, extra, named, order)
         task = self.check_task(task)
         if self.fused:
-            single = [e if e is None else e.unsqueeze(1) for e in (x, *extra)]
-            return self.forward_stacked(*single, task=task, order=order).squeeze(1)
+            single = [None if e is None else e.unsqueeze(1) for e in extra]
+            return self.forward_stacked(x.unsqueeze(1), *single, task=task, order=order).squeeze(1)
         return self._by_functional_call(task, x, extra, named, order)
 
     def forward_stacked(
-        self, x: Tensor, *extra: Tensor, task: int | None = None, order: Sequence[int] | None = None
+        self, x: Tensor, *extra: Tensor | None, task: int | None = None, order: Sequence[int] | None = None
     ) -> Tensor:
         """``[B, T, ...]``, of one task ``[B, 1, ...]``: how the fused ops take it, for nets around this one."""
         if not self.fused:
