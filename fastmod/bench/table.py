@@ -11,8 +11,6 @@ from rich.table import Table
 from fastmod.bench.clock import Result
 from fastmod.bench.steps import LAST
 
-BASELINES = ("eager", "compile")
-
 
 def milliseconds(result: Result, contender: str) -> str:
     """The median with three significant digits, of the better memory layout, "-" where there is none."""

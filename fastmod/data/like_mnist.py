@@ -9,7 +9,6 @@ from fastmod.data.folders import find_folder
 from fastmod.data.idx import DataError
 from fastmod.data.mnist import CHECKSUMS, MNIST, find_file, read_files
 
-FASHION_CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 #: Where the files are looked for below $FASTMOD_DATA; not in the folder itself, where MNIST may be.
 FASHION_FOLDERS = ("fashion_mnist", "fashion-mnist", "FashionMNIST/raw")
 KMNIST_FOLDERS = ("kmnist", "KMNIST/raw")

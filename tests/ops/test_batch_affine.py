@@ -10,7 +10,6 @@ from fastmod import ops
 from tests.helpers.agreement import LAYOUTS, assert_agrees, laid_out, opchecked
 
 SHAPES = [(3, 5), (1,), (), (2, 3, 4), (1, 300), (0, 5), (2, 0)]
-PARAMETERS = [(), ("weight",), ("weight", "bias")]
 
 
 def draw(shape: tuple[int, ...], parameters: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
