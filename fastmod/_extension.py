@@ -12,6 +12,8 @@ from types import ModuleType
 
 import torch
 
+from fastmod._private import has_kernel
+
 REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 OLDER = f"the extension was built from older sources; rebuild it with: {REBUILD}"
 
@@ -133,7 +135,7 @@ def native_serves(op: str, device_type: str) -> bool:
         return False
     if device_type == "cpu":
         return True
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmod::{op}_forward", device_type.upper()))
+    return has_kernel(f"fastmod::{op}_forward", device_type)
 
 
 @cache

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastmod import _extension
+from fastmod._private import constant, forward_ad, transformed
 
 BACKENDS = ("auto", "native", "triton", "reference")
 #: Every file of an op in ``fastmod/ops``; nothing is imported for it.
@@ -91,6 +91,7 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@constant
 def available(op: str, device_type: str) -> dict[str, bool]:
     """Backend -> whether it can serve ``op`` on tensors of ``device_type``."""
     return {
@@ -99,10 +100,6 @@ def available(op: str, device_type: str) -> dict[str, bool]:
         and (device_type == "cuda" or (device_type == "cpu" and triton_interprets())),
         "reference": True,
     }
-
-
-# What torch.compiler.assume_constant_result does, without the second that importing the compiler takes.
-available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def automatic(op: str, device_type: str) -> str:
@@ -186,20 +183,16 @@ def rounded_by_kernel(first: Tensor, *tensors: Tensor, alike: bool = True) -> to
     served = dtype in (torch.bfloat16, torch.float16) and both <= {torch.float32, dtype}
     if alike and len(kinds) > 1:
         return None
-    return dtype if served and torch.float32 in both and not _looked_on() else None
+    return dtype if served and torch.float32 in both and not transformed() else None
 
 
 #: Where a launch takes longer than what it does: on a GPU all parameters of an op are cast by one.
 CAST_TOGETHER = {"cuda"}
 
 
-def _looked_on() -> bool:
-    """Whether somebody looks on who knows the single casts better: a compiler fuses them, torch.func maps them."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
 def _casts_together(device_type: str) -> bool:
-    return device_type in CAST_TOGETHER and not _looked_on() and forward_ad._current_level < 0
+    # A compiler fuses single casts, and torch.func maps them.
+    return device_type in CAST_TOGETHER and not transformed() and forward_ad._current_level < 0
 
 
 class CastTogether(torch.autograd.Function):

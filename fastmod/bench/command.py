@@ -88,7 +88,7 @@ def measured(
     for case in cases:
         _say(f"{case.name} ...", _errors)
         if compiled:
-            torch._dynamo.reset()  # else it would compile for changing sizes, which is slower
+            torch.compiler.reset()  # else it would compile for changing sizes, which is slower
         results.append(clock.run(case, compiled=compiled, seconds=seconds, device=device))
         after_each(results)
     return results

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler_legacy
 
+from fastmod._private import has_code, has_kernel
+
 #: Ops that read a value of the device on the host, and so wait for it: a CUDA graph refuses them.
 WAITING = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"})
 _NOTHING = (
@@ -95,5 +97,5 @@ def _is_view(name: str) -> bool:
 @functools.cache
 def _computes(name: str) -> bool:
     """Whether an op has code of its own, rather than calling others."""
-    own = [each for each in _overloads(name) if torch._C._dispatch_has_kernel(each.name())]
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(each.name(), "CPU") for each in own)
+    own = [each for each in _overloads(name) if has_code(each.name())]
+    return any(has_kernel(each.name(), "cpu") for each in own)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fastmod._private import is_compiled
 from fastmod.masks import inputs, parts, sampling
-from fastmod.masks.rebind import Rebinding, is_compiled, original
+from fastmod.masks.rebind import Rebinding, original
 from fastmod.masks.sets import Masks, check_masks
 from fastmod.masks.unused import find_unused
 from fastmod.ops import _checks

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from fastmod import noise, ops
+from fastmod._private import tree_map_only
 from fastmod.masks.draw import Draw
 from fastmod.ops.masked_linear import _masked_linear
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fastmod._private import is_compiled
+
 #: Gives what stands for a parameter in the copy: of a module, under a name; of no module where a list or dict holds it.
 Substitute = Callable[[nn.Module | None, str, nn.Parameter], Tensor]
 
@@ -27,11 +29,6 @@ _ATOMS = frozenset(
 )
 _CONTAINERS = frozenset([dict, OrderedDict, list, tuple, set])  # most are hooks that nobody has registered
 _KEPT = frozenset(["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"])
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether this is what ``torch.compile(module)`` returns, told without importing the compiler."""
-    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
 
 
 def original(module: nn.Module) -> nn.Module:

@@ -13,20 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-try:  # torch has no public way to look at the hidden dimension
-    from torch._C import _functorch as functorch
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter as interpreter
+from fastmod import _private
 
-    _NEEDED = ("_add_batch_dim", "get_unwrapped", "is_batchedtensor", "maybe_get_bdim", "maybe_get_level")
-    AVAILABLE = all(hasattr(functorch, name) for name in _NEEDED)
-except ImportError:
-    AVAILABLE = False
+AVAILABLE = _private.HIDDEN_DIMENSIONS
 
 
 def shown_inside(value: Tensor) -> Tensor:
     """A tensor without its hidden dimensions, also when the vmap that made them is over."""
-    while AVAILABLE and functorch.is_batchedtensor(value):
-        value = functorch.get_unwrapped(value)
+    while AVAILABLE and _private.is_batched(value):
+        value = _private.get_unwrapped(value)
     return value
 
 
@@ -34,27 +29,27 @@ class Hiding:
     """The hidden dimension of one run: ``index`` has it, one number for each part."""
 
     def __init__(self, index: Tensor, samples: int) -> None:
-        self._level, self._samples = functorch.maybe_get_level(index), samples
+        self._level, self._samples = _private.level_of(index), samples
 
     def __call__(self, make: Callable[[], Tensor]) -> Tensor:
         """Hides dimension 0 of what ``make`` returns, which runs outside of vmap."""
-        with interpreter().lower():
+        with _private.interpreter().lower():
             value = make()
-        return functorch._add_batch_dim(value, 0, self._level)
+        return _private.add_batch_dim(value, 0, self._level)
 
     def shown(self, value: Tensor) -> Tensor | None:
         """``[S, ...]`` of a tensor of this run; None if the net has a vmap of its own around it."""
-        if interpreter().level() != self._level:
+        if _private.interpreter().level() != self._level:
             return None
-        with interpreter().lower():
-            if not functorch.is_batchedtensor(value):
+        with _private.interpreter().lower():
+            if not _private.is_batched(value):
                 return value.unsqueeze(0).expand(self._samples, *value.shape)
-            inner = functorch.get_unwrapped(value)
-            return None if functorch.is_batchedtensor(inner) else inner.movedim(functorch.maybe_get_bdim(value), 0)
+            inner = _private.get_unwrapped(value)
+            return None if _private.is_batched(inner) else inner.movedim(_private.batch_dim_of(value), 0)
 
     @staticmethod
     def is_hidden(value: Tensor) -> bool:
-        return functorch.is_batchedtensor(value)
+        return _private.is_batched(value)
 
 
 class Attention(TorchFunctionMode):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastmod._private import transformed
 from fastmod.nn import _parts
 from fastmod.nn._pending import Pending, convolve, count_batch, finish, moved_by, reading
 from fastmod.ops import _conv_chain as chain
@@ -110,9 +111,8 @@ class ExpertNorm(nn.Module):
 
     def by_running_statistics(self) -> Affine:
         """Scale and shift in eval."""
-        pure = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         tensors = (self.weight, self.bias, self.running_mean, self.running_var)
-        if pure or torch.is_grad_enabled() or any(t.is_inference() for t in tensors):
+        if transformed() or torch.is_grad_enabled() or any(t.is_inference() for t in tensors):
             return self._batch_affine()
         known = self._known
         if known is None or any(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastmod import _extension
 from fastmod._compiler import in_graph
+from fastmod._private import is_batched, transformed, transforms_active, without_binding
 
 #: Native kernels and Triton's have a namespace each, since both may serve one device.
 NAMESPACES = ("fastmod", "fastmod_triton")
@@ -68,7 +69,7 @@ class Op(torch.autograd.Function):
     """Base of the ops: ``forward(*arguments)``, ``setup_context`` and ``backward``, fit for ``torch.func``."""
 
     generate_vmap_rule = True  # forward and backward are run on batched tensors: the kernels have rules
-    #: ``apply`` without its first half, which binds defaults by inspecting the signature and takes 10 us.
+    #: ``apply`` for callers that give every argument, skipping the binding of arguments.
     at_once: ClassVar[Callable[..., Any]]
 
     def __init_subclass__(cls) -> None:
@@ -76,19 +77,9 @@ class Op(torch.autograd.Function):
         cls.at_once = without_binding(cls)
 
 
-def without_binding(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` for callers that give every argument outside of torch.func."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-
-def pure() -> bool:
-    """Whether a function must be pure and pass through ``apply``: torch.func transforms it, torch.compile traces it."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
-
-
 def apply(op: type[Op], *arguments: Any) -> Any:
     """``op.apply(*arguments)``; every argument of ``forward`` is given."""
-    return op.apply(*arguments) if pure() else op.at_once(*arguments)
+    return op.apply(*arguments) if transformed() else op.at_once(*arguments)
 
 
 def wanted(*tensors: Tensor | None) -> bool:
@@ -98,7 +89,7 @@ def wanted(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
             return True
-    return torch._C._are_functorch_transforms_active()  # a batched tensor hides whether what it holds requires grad
+    return transforms_active()  # a batched tensor hides whether what it holds requires grad
 
 
 # ------------------------------------------------------------------ backward
@@ -135,11 +126,11 @@ class _Gradients(Op):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved, by_reference, numbers = ctx.saved_tensors, ctx.by_reference, ctx.numbers
         places = [i for i, t in enumerate(saved) if t is not None and t.is_floating_point()]
-        found = pulled(lambda *tensors: by_reference(numbers, *tensors), places, grads, *saved)
+        found = vjp_at(lambda *tensors: by_reference(numbers, *tensors), places, grads, *saved)
         return None, None, None, *spread(found, places, len(saved))
 
 
-def pulled(
+def vjp_at(
     function: Callable[..., Any], places: Sequence[int], grads: Any, *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs at ``places`` from those of ``function``'s outputs; differentiable.
@@ -189,7 +180,7 @@ def from_kernels(
 
     def by_reference(numbers: tuple[Any, ...], grad: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
         _, rest, needs = numbers
-        return pulled(lambda *values: reference(*values, *rest), _places(needs), grad, *given)
+        return vjp_at(lambda *values: reference(*values, *rest), _places(needs), grad, *given)
 
     def kernel(triton: bool, *arguments: Any) -> Tensor:
         return forward[triton](*arguments)
@@ -292,7 +283,7 @@ def over_copies(overload: Any, params: int) -> Rule:
 
 def maps_copies(params: Sequence[Tensor]) -> bool:
     """Whether torch.vmap is at work on parameters, of which the first is a weight, that have no copies yet."""
-    return params[0].dim() == 2 and any(map(torch._C._functorch.is_batchedtensor, params))
+    return params[0].dim() == 2 and any(map(is_batched, params))
 
 
 def each_copy(function: Callable[..., Any], weight: Tensor | None) -> Callable[..., Any]:

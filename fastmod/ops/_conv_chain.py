@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastmod import backend
+from fastmod._private import has_kernel, transformed
 from fastmod.ops import _autograd, _checks, _images
 
 
@@ -27,16 +28,12 @@ class Layer(NamedTuple):
     residual: int = -1  # none
 
 
-def _has_kernel(device_type: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("fastmod::conv_chain", device_type.upper()))
-
-
 def served(x: Tensor) -> bool:
     """Whether images like ``x`` may pass: without gradients or a transform, and not in reduced precision, in which
     every layer rounds its result."""
-    if torch.is_grad_enabled() or _autograd.pure() or not isinstance(x, Tensor):
+    if torch.is_grad_enabled() or transformed() or not isinstance(x, Tensor):
         return False
-    if x.dtype not in (torch.float32, torch.float64) or not _has_kernel(x.device.type):
+    if x.dtype not in (torch.float32, torch.float64) or not has_kernel("fastmod::conv_chain", x.device.type):
         return False
     return backend.resolve("norm_conv", x) == "native" and not backend.autocasts(x)
 

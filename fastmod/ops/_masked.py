@@ -275,7 +275,7 @@ def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, *tensors: Any) -> tuple[T
 def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
     geometry, draws, _, needs = numbers
     places = [i for i, need in enumerate(needs) if need]
-    return _autograd.pulled(lambda *values: geometry.reference(draws, *values), places, grad, *tensors)
+    return _autograd.vjp_at(lambda *values: geometry.reference(draws, *values), places, grad, *tensors)
 
 
 def run(geometry: Geometry, draws: Draws, at_once: bool, *tensors: Any) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod._compiler import in_graph
+from fastmod._private import has_kernel
 from fastmod.ops import _autograd, _checks, _images
 from fastmod.ops.batch_affine import batch_affine
 from fastmod.ops.batch_affine import reference as affine_reference
@@ -70,16 +71,11 @@ OUTPUTS = 6
 MOST = 4
 
 
-def _has_kernel(device_type: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("fastmod::norm_convs_forward", device_type.upper()))
-
-
-_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def served(x: Tensor) -> bool:
     """Whether a group of convolutions is one launch for tensors like ``x``: only where CUDA C++ runs."""
-    if not isinstance(x, Tensor) or x.device.type == "meta" or not _has_kernel(x.device.type):
+    if not isinstance(x, Tensor) or x.device.type == "meta":
+        return False
+    if not has_kernel("fastmod::norm_convs_forward", x.device.type):
         return False
     return backend.resolve("norm_conv", x) == "native"
 
@@ -295,7 +291,7 @@ def _by_reference(info: tuple[Any, ...], *values: Any) -> tuple[Tensor, ...]:
         return tuple(found[i][j] for i, j in places)
 
     given = tuple(grads[4 * i + j] for i, j in places)
-    return _autograd.pulled(function, [i for i, need in enumerate(needs) if need], given, *tensors)
+    return _autograd.vjp_at(function, [i for i, need in enumerate(needs) if need], given, *tensors)
 
 
 @in_graph

@@ -14,22 +14,18 @@ from torch import Tensor, nn
 
 from fastmod import backend
 from fastmod._compiler import in_graph
+from fastmod._private import has_kernel
 from fastmod.ops import _autograd, _checks, _images
 
 #: Shared memory of a block: features and outputs have to fit.
 MOST_BYTES = 32 * 1024
 
 
-def _has_kernel(device_type: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("fastmod::pool_linear_forward", device_type.upper()))
-
-
-_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def served(x: Tensor, head: nn.Module) -> bool:
-    """Whether one launch does it: an ordinary linear layer that nobody watches, on a device with CUDA C++."""
-    if x.device.type == "meta" or not _has_kernel(x.device.type) or type(head) is not nn.Linear:
+    """Whether one launch does it: an ordinary linear layer without hooks, on a device with CUDA C++."""
+    if x.device.type == "meta" or type(head) is not nn.Linear:
+        return False
+    if not has_kernel("fastmod::pool_linear_forward", x.device.type):
         return False
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return False
@@ -155,7 +151,7 @@ def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *inputs: Any) -> tuple
     def function(*values: Any) -> Tensor:
         return reference(*values, *form)
 
-    return _autograd.pulled(function, [i for i, need in enumerate(needs) if need], grad, *inputs)
+    return _autograd.vjp_at(function, [i for i, need in enumerate(needs) if need], grad, *inputs)
 
 
 @in_graph

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod._compiler import in_graph
+from fastmod._private import has_kernel
 from fastmod.ops import _autograd, _checks, _images
 from fastmod.ops._norm_convs import Norm
 from fastmod.ops.batch_affine import reference as affine_reference
@@ -21,16 +22,9 @@ from fastmod.ops.batch_affine import reference as affine_reference
 MOST_BYTES = 60 * 1024
 
 
-def _has_kernel(device_type: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("fastmod::squeeze_excite_forward", device_type.upper()))
-
-
-_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def served(x: Tensor, squeezed: int) -> bool:
     """Whether one launch does it for ``x`` [B, E, C, H, W]."""
-    if x.device.type == "meta" or not _has_kernel(x.device.type):
+    if x.device.type == "meta" or not has_kernel("fastmod::squeeze_excite_forward", x.device.type):
         return False
     numbers = max(x.shape[2] * (squeezed | 1), squeezed * (x.shape[2] | 1))
     wide = 8 if x.dtype == torch.float64 else 4
@@ -155,7 +149,7 @@ def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor) -> t
     def function(*values: Tensor) -> Tensor:
         return reference(*values, eps=eps)
 
-    return _autograd.pulled(function, [i for i, need in enumerate(needs) if need], grad, *tensors[:INPUTS])
+    return _autograd.vjp_at(function, [i for i, need in enumerate(needs) if need], grad, *tensors[:INPUTS])
 
 
 @in_graph

@@ -294,7 +294,7 @@ def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor) -> t
     def y(*inputs: Tensor) -> Tensor:
         return reference(*inputs, eps=eps)[0]
 
-    return _autograd.pulled(y, places, grad, *tensors[: len(needs)])
+    return _autograd.vjp_at(y, places, grad, *tensors[: len(needs)])
 
 
 @in_graph

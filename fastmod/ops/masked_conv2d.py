@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastmod import backend, noise
 from fastmod._compiler import in_graph
+from fastmod._private import is_registered
 from fastmod.ops import _autograd, _checks, _masked
 from fastmod.ops._masked import Draws
 from fastmod.ops._samples import Sample
@@ -269,7 +270,7 @@ def at_once(
     fp64."""
     name = f"{_autograd.NAMESPACES[triton]}::masked_conv2d_forward"
     key = "CUDA" if x.is_cuda else "CPU"  # where the host harness and Triton's interpreter have it, none else
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+    if not is_registered(name, key):
         return False
     if groups != 1 or x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
         return False
@@ -336,7 +337,7 @@ def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, *tensors: Any) -> tuple[T
 def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
     own, needs = numbers
     places = [i for i, need in enumerate(needs) if need]
-    return _autograd.pulled(own.reference, places, grad, *tensors)
+    return _autograd.vjp_at(own.reference, places, grad, *tensors)
 
 
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default

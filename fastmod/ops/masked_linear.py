@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastmod import _extension, backend, noise
 from fastmod._compiler import in_graph
+from fastmod._private import transformed
 from fastmod.ops import _autograd, _checks, _masked
 from fastmod.ops._masked import Draws
 from fastmod.ops._samples import Sample
@@ -234,13 +235,13 @@ class Linear:
         return batch.reshape(samples, batch.shape[:-1].numel() // samples, batch.shape[-1]).unbind()
 
     def room(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
-        if _autograd.pure():  # and so without results in given places
+        if transformed():  # and so without results in given places
             return [None] * samples
         return x.new_empty(samples, x.shape[:-1].numel() // samples, features).unbind()
 
     def whole(self, parts: list[Tensor], x: Tensor) -> Tensor:
         base = parts[0]._base
-        found = torch.stack(parts) if base is None or _autograd.pure() else base
+        found = torch.stack(parts) if base is None or transformed() else base
         return found.view(*x.shape[:-1], parts[0].shape[-1])
 
     def forward(self, part: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod._compiler import in_graph
+from fastmod._private import transformed, without_binding
 from fastmod.ops import _autograd, _checks
 from fastmod.ops._samples import Sample, fnn_shapes
 from fastmod.ops.gated_residual import reference as gated_residual_reference
@@ -334,7 +335,7 @@ class _MfnnrAtOnce(torch.autograd.Function):
     backward = Mfnnr.backward
 
 
-_at_once = _autograd.without_binding(_MfnnrAtOnce)
+_at_once = without_binding(_MfnnrAtOnce)
 
 
 def placed(found: tuple[Tensor, ...], wants: tuple[bool, bool, bool], taus: int) -> tuple[Tensor | None, ...]:
@@ -382,7 +383,7 @@ def _by_reference(
 
     grads = with_gradient(None, None, grad_out, grad_penalty)[1]
     places = [*range(not need_x, 1 + need_tau), *(range(3, len(inputs)) if need_params else ())]
-    return _autograd.pulled(_autograd.each_copy(plain, inputs[3]), places, grads, *inputs)
+    return _autograd.vjp_at(_autograd.each_copy(plain, inputs[3]), places, grads, *inputs)
 
 
 def with_gradient(
@@ -395,7 +396,7 @@ def with_gradient(
 
 def _node(numbers: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, ...]:
     """``(out, penalty, logits, gate)``"""
-    if _autograd.pure():
+    if transformed():
         copies = _autograd.maps_copies(inputs[3:])
         return (MfnnrOfCopies if copies else Mfnnr).apply(numbers, *inputs)[:4]
     shown: list[Tensor] = []

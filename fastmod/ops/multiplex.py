@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastmod import backend, noise
 from fastmod._compiler import in_graph
+from fastmod._private import transformed
 from fastmod.ops import _autograd, _checks
 from fastmod.ops._samples import Sample
 
@@ -86,15 +87,10 @@ def seed_for(mode: str, seed: int | Tensor | None, like: Tensor) -> Tensor | Non
     return None
 
 
-def _traced() -> bool:
-    """Whether a tensor's value cannot be read: torch.compile traces, or torch.vmap hands many values as one."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
 def routing_weights(logits: Tensor, tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> Tensor:
     """The weights ``[..., M, N]`` in plain PyTorch: soft, or one-hot with the gradient of the soft ones."""
     if tau is not None:
-        if tau.device.type == "cpu" and not _traced() and not tau.item() > 0:
+        if tau.device.type == "cpu" and not transformed() and not tau.item() > 0:
             raise ValueError(f"tau: expected a number > 0, got {tau.item()}")
         temperature: Tensor | float = tau.to(logits.dtype)
     else:
@@ -234,7 +230,7 @@ def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor | Non
         blocks, logits = _checks.in_dtype(rounding[0] if rounding else None, blocks, logits)
         return reference(blocks, logits, tau, tau_value, seed, mode)
 
-    return _autograd.pulled(plain, (0, 1) if tensors[2] is None else (0, 1, 2), grad, *tensors)
+    return _autograd.vjp_at(plain, (0, 1) if tensors[2] is None else (0, 1, 2), grad, *tensors)
 
 
 @in_graph

@@ -292,7 +292,7 @@ def _by_reference(numbers: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]
     grads: tuple[Tensor, ...] = (grad,)
     if stats:
         grads += (_images.zeros_unless(grad_mean, mean), _images.zeros_unless(grad_var, mean))
-    return _autograd.pulled(function, [i for i, need in enumerate(needs) if need], grads, *inputs)
+    return _autograd.vjp_at(function, [i for i, need in enumerate(needs) if need], grads, *inputs)
 
 
 @in_graph

@@ -114,7 +114,7 @@ def _by_kernel(numbers: tuple[bool, float], grad: Tensor, *logits: Tensor) -> tu
 
 
 def _by_reference(numbers: tuple[bool, float], grad: Tensor, *logits: Tensor) -> tuple[Tensor, ...]:
-    return _autograd.pulled(lambda *values: reference(values, numbers[1]), range(len(logits)), grad, *logits)
+    return _autograd.vjp_at(lambda *values: reference(values, numbers[1]), range(len(logits)), grad, *logits)
 
 
 @in_graph

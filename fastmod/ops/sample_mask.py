@@ -193,7 +193,7 @@ def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor | Non
         return reference(logits, weight, first, samples, seed, stream, tau)
 
     places = [i for i, need in enumerate((need_logits, need_weight)) if need]
-    return _autograd.pulled(plain, places, grad, *tensors)
+    return _autograd.vjp_at(plain, places, grad, *tensors)
 
 
 @in_graph

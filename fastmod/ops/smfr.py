@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastmod import backend, noise
 from fastmod._compiler import in_graph
+from fastmod._private import transformed, without_binding
 from fastmod.ops import _autograd, _checks
 from fastmod.ops._samples import Sample, fnn_shapes
 from fastmod.ops.mfnnr import NO_PENALTY, check_layer, penalties, with_gradient
@@ -115,7 +116,7 @@ def _check(
         if not isinstance(tau, Tensor):
             raise TypeError(f"taus[{i}]: expected a floating-point 0-d tensor, got {type(tau).__name__}")
         _checks.tau_tensor(f"taus[{i}]", tau, x, "a floating-point 0-d tensor")
-        if tau.device.type == "cpu" and not _autograd.pure() and not tau.item() > 0:
+        if tau.device.type == "cpu" and not transformed() and not tau.item() > 0:
             raise ValueError(f"taus[{i}]: expected a number > 0, got {tau.item()}")
 
 
@@ -305,7 +306,7 @@ class _SmfrAtOnce(torch.autograd.Function):
     backward = Smfr.backward
 
 
-_at_once = _autograd.without_binding(_SmfrAtOnce)
+_at_once = without_binding(_SmfrAtOnce)
 
 
 def _by_kernel(
@@ -337,13 +338,13 @@ def _by_reference(
 
     grads = with_gradient(None, None, grad_out, grad_penalty)[1]
     places = range(not need_x, 1 + (last if need_params else first))
-    return _autograd.pulled(_autograd.each_copy(plain, inputs[1 + first]), places, grads, *inputs[: 1 + count])
+    return _autograd.vjp_at(_autograd.each_copy(plain, inputs[1 + first]), places, grads, *inputs[: 1 + count])
 
 
 def _node(numbers: tuple[Any, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
     """``(out, penalty, *logits, *gates)``"""
     _, first, last, fnn_tensors, *_ = numbers
-    if _autograd.pure():
+    if transformed():
         copies = _autograd.maps_copies(inputs[1 + first : 1 + last])
         found = (SmfrOfCopies if copies else Smfr).apply(numbers, *inputs)
         return found[: 2 + (last - first) // fnn_tensors]
