@@ -22,7 +22,7 @@ from rich.table import Table
 from fastmod.bench import checkout
 from fastmod.data import DataError
 from fastmod.runs import parallel, tracking
-from fastmod.runs.config import StudyError, changed, seeds_of, settings_of
+from fastmod.runs.config import StudyError, chosen, seeds_of, settings_of
 from fastmod.runs.folder import HERE, RAY, Plan, RunFolder
 from fastmod.studies import registry
 
@@ -189,7 +189,7 @@ def show(
 
 def make_plan(
     name: str,
-    chosen: list[str] | None,
+    wanted_models: list[str] | None,
     seeds: str | None,
     steps: int | None,
     settings: dict[str, str],
@@ -201,7 +201,7 @@ def make_plan(
 ) -> Plan:
     study = registry.get(name)
     tracking.check(track)
-    for model in chosen or []:
+    for model in wanted_models or []:
         if model not in study.models:
             raise StudyError(f"--model {model}: {name} has {', '.join(study.models)}")
     wanted = dict(study.quick) if quick else {}
@@ -209,11 +209,14 @@ def make_plan(
     if steps is not None:
         every = wanted.get("evaluate_every", study.defaults.evaluate_every)
         wanted |= {"steps": steps, "evaluate_every": min(every, steps)}
-    config = changed(study.defaults, wanted | settings)  # at once: only together need they fit each other
+    config = chosen(study.defaults, wanted | settings)  # at once: only together need they fit each other
     study.prepare(config)
+    models = list(dict.fromkeys(wanted_models or study.default_models))
+    for model in models:
+        study.config_of(config, model)  # refused now if a preset does not fit what was chosen
     return Plan(
         study=name,
-        models=list(dict.fromkeys(chosen or study.default_models)),
+        models=models,
         seeds=seeds_of(seeds or ("0" if quick else study.default_seeds)),
         settings=asdict(config),
         device=device_of(device),

@@ -26,6 +26,8 @@ class Config:
     chunk: int = 50  # steps whose data are made at once
     evaluate_every: int = 500
     checkpoint_seconds: float = 20.0
+    #: Names of the settings that were chosen, which presets leave alone; none: not known, as of runs of old versions.
+    typed: tuple[str, ...] | None = None
 
     #: Settings for which 0 has a meaning of its own.
     may_be_zero: ClassVar[tuple[str, ...]] = ()
@@ -59,8 +61,15 @@ def changed(config: C, settings: Mapping[str, Any]) -> C:
     known = {field.name for field in dataclasses.fields(config)}
     for key in settings:
         if key not in known:
-            raise StudyError(f"unknown key {key!r}; known: {', '.join(sorted(known))}")
+            raise StudyError(f"unknown key {key!r}; known: {', '.join(sorted(known - {'typed'}))}")
     return dataclasses.replace(config, **{k: _read(k, v, types_of[k]) for k, v in settings.items()})
+
+
+def chosen(config: C, settings: Mapping[str, Any]) -> C:
+    """As :func:`changed`, and the config knows that these were chosen: no preset replaces them."""
+    if "typed" in settings:
+        raise StudyError("typed: keeps the names of the settings that were chosen, and is not one of them")
+    return changed(config, {**settings, "typed": sorted({*(config.typed or ()), *settings})})
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, str]:

@@ -61,6 +61,8 @@ class Plan:
     def owner(self, model: str, seed: int) -> str:
         """Marks a checkpoint as this trial's: same study, model, seed and settings."""
         relevant = {k: v for k, v in self.settings.items() if k != "checkpoint_seconds"}
+        if relevant.get("typed") is None:  # runs of old versions have none
+            relevant.pop("typed", None)
         return f"{self.study}/{trial_key(model, seed)}/{checkpoint.digest(relevant)[:16]}"
 
 

@@ -106,7 +106,7 @@ class Outcome:
 
 
 #: Settings that say how a run goes, and nothing of what comes out.
-_BOOKKEEPING = ("paper", "data", "chunk", "evaluate_every", "checkpoint_seconds")
+_BOOKKEEPING = ("typed", "paper", "data", "chunk", "evaluate_every", "checkpoint_seconds")
 
 
 class Study(ABC):
@@ -132,24 +132,47 @@ class Study(ABC):
     def prepare(self, config: Any) -> None:  # noqa: B027 - optional
         """Check what trials need (data sets) before the first one starts."""
 
+    def preset_of(self, config: Any, model: str) -> Mapping[str, Any]:
+        """The paper's settings for a model."""
+        return self.presets.get(model, {})
+
     def config_of(self, config: Any, model: str) -> Any:
-        """The settings as a model is trained with them."""
-        return changed(config, self.presets.get(model, {})) if getattr(config, "paper", False) else config
+        """The settings as a model is trained with them: those of the paper where ``config.paper`` asks for them, but
+        for what was chosen."""
+        if not getattr(config, "paper", False):
+            return config
+        stay = self.chosen_in(config, model)
+        return changed(config, {k: v for k, v in self.preset_of(config, model).items() if k not in stay})
+
+    def chosen_in(self, config: Any, model: str) -> Collection[str]:
+        """Settings that a preset leaves alone. Runs of old versions do not know what was chosen: there, nothing."""
+        return () if config.typed is None else self.with_grid(config.typed, model)
+
+    def with_grid(self, typed: Collection[str], model: str) -> Collection[str]:
+        """Who chooses a setting of the model's grid has chosen the architecture: no seed draws one."""
+        axes = self.grids.get(model.partition("_")[0].lower(), {})
+        return {*typed, "grid"} if {*typed} & {*axes} else typed
 
     def setting(self, config: Any, model: str, swept: Collection[str] = ()) -> str:
         """Whether a model is trained as in the paper, and where not; ``swept``: settings that are not looked at, since
         a sweep goes over them."""
-        if model not in self.presets:
+        theirs = self.preset_of(config, model)
+        if not theirs:
             return "not held against the paper's setting"
-        ours, theirs = self.config_of(config, model), self.presets[model]
+        ours = self.config_of(config, model)
         # What the preset leaves open is the paper's, as far as is known, where it is the study's default.
-        theirs = {**{k: v for k, v in vars(self.defaults).items() if k not in _BOOKKEEPING}, **theirs}
+        left = {k: v for k, v in vars(self.defaults).items() if k not in _BOOKKEEPING and not self.is_own(k)}
+        theirs = {**left, **theirs}
         apart = {k: f"{k} {getattr(ours, k)} ({v})" for k, v in theirs.items() if getattr(ours, k) != v}
         apart = {k: text for k, text in apart.items() if k not in swept}
         known = [text for k, text in apart.items() if k not in self.unprinted]
         unknown = [text for k, text in apart.items() if k in self.unprinted]
         found = f"not the paper's setting: {', '.join(known)}" if known else "the paper's setting"
         return found + (f"; not printed there, but other than by default: {', '.join(unknown)}" if unknown else "")
+
+    def is_own(self, setting: str) -> bool:
+        """Whether a setting is only some model's value of another one, such as ``beta_lstm`` of ``beta``."""
+        return False
 
     @abstractmethod
     def trial(self, config: Any, model: str, seed: int, device: torch.device) -> Trial: ...

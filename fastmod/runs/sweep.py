@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmod.runs import checkpoint, report
-from fastmod.runs.config import StudyError, changed
+from fastmod.runs.config import StudyError, changed, chosen
 from fastmod.runs.engine import Listener, begin, run_tasks
 from fastmod.runs.folder import Plan, RunFolder, file_name
 from fastmod.runs.signals import stop_on_signals
@@ -81,15 +81,17 @@ class Sweep:
         config = changed(study.defaults, self.plan.settings)
         cells: list[Cell] = []
         for values in product(*self.grid.values()):
-            chosen = dict(zip(self.grid, values, strict=True))
-            name = " ".join(f"{key}={value}" for key, value in chosen.items())
-            try:
-                whole = changed(config, chosen)
+            own = dict(zip(self.grid, values, strict=True))
+            name = " ".join(f"{key}={value}" for key, value in own.items())
+            try:  # of a sweep of an old version it is not known what was chosen
+                whole = changed(config, own) if config.typed is None else chosen(config, own)
+                for model in self.plan.models:
+                    study.config_of(whole, model)
             except StudyError as error:
                 raise StudyError(f"--grid, {name}: {error}") from None
             stem = f"{len(cells):03d}-" + file_name(name)[:80]
             plan = replace(self.plan, settings=asdict(whole))
-            cells.append(Cell(name, {key: getattr(whole, key) for key in chosen}, plan, RunFolder(path / stem)))
+            cells.append(Cell(name, {key: getattr(whole, key) for key in own}, plan, RunFolder(path / stem)))
         if len(cells) > MOST_CELLS:
             raise StudyError(f"--grid: expected at most {MOST_CELLS} cells, got {len(cells)}")
         return cells

@@ -210,7 +210,8 @@ class AddMul(Study):
 
     def table(self, outcome: Outcome) -> list[Row]:
         rows = []
-        for threshold in outcome.config.thresholds:
+        thresholds = self._thresholds(outcome)
+        for threshold in thresholds:
             place = self._THRESHOLDS.index(threshold) if threshold in self._THRESHOLDS else None
             mean = {}
             for model in outcome.models():
@@ -227,10 +228,14 @@ class AddMul(Study):
                 both = ours.trials + fnn.trials
                 minutes = ours.minutes + fnn.minutes
                 rows.append(Row(name, printed, [ours.mean / fnn.mean], ours.steps, minutes, "Table 1", both))
-        for threshold in outcome.config.thresholds:
+        for threshold in thresholds:
             if threshold in self._THRESHOLDS:
                 rows += self._breakdown(outcome, threshold, self._THRESHOLDS.index(threshold))
         return rows
+
+    def _thresholds(self, outcome: Outcome) -> tuple[float, ...]:
+        """The same for all models."""
+        return self.config_of(outcome.config, self.models[0]).thresholds
 
     def _breakdown(self, outcome: Outcome, threshold: float, place: int) -> list[Row]:
         """The rows of Tables 4 and 5 that some trial falls into."""
@@ -250,10 +255,11 @@ class AddMul(Study):
         from fastmod.runs import draw
 
         groups = {}
+        thresholds = self._thresholds(outcome)
         for model in outcome.models():
-            rows = [outcome.row("", "", outcome.of(model), f"preparation_{t:g}") for t in outcome.config.thresholds]
+            rows = [outcome.row("", "", outcome.of(model), f"preparation_{t:g}") for t in thresholds]
             groups[model] = [(row.mean if row.values else 0.0, row.error or 0.0) for row in rows]
-        labels = [f"{t:g}" for t in outcome.config.thresholds]
+        labels = [f"{t:g}" for t in thresholds]
         figure = draw.bars(labels, groups, "threshold", "preparation-data accuracy")
         return {"interference": (figure, "What is left after interference, by the threshold of the switch (Table 1).")}
 

@@ -59,7 +59,7 @@ class AlgoTrial(Trial):
     def __init__(self, config: AlgoConfig, name: str, seed: int, device: torch.device) -> None:
         self.architecture: dict[str, Any] = {}
         if config.grid:
-            self.architecture = grids.architecture(grids.ALGO, name, seed)
+            self.architecture = grids.drawn(grids.ALGO, config, name, seed)
             config = changed(config, self.architecture)
         model = models.build(config, name, VARIABLES + 1, VARIABLES, BLOCK)
         super().__init__(config, name, model, seed, device)
@@ -161,7 +161,7 @@ class Algo(Study):
         rows = []
         for model in outcome.models():
             records = outcome.of(model)
-            noisy, mixed = outcome.config.noisy, outcome.config.grid or outcome.config.paper
+            noisy, mixed = outcome.config.noisy, self.config_of(outcome.config, model).grid
             sizes = "architectures of the grid" if mixed else f"{records[0].parameters:,} parameters"
             note = sizes + (", noisy input" if noisy else "")
             printed = ("-", "-") if noisy or mixed else self._PRINTED.get(model, ("-", "-"))

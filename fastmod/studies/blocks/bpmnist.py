@@ -223,7 +223,7 @@ class BPMNIST(Study):
         rows = []
         for model in outcome.models():
             records = outcome.of(model)
-            long = outcome.config.steps >= _LONG
+            long = self.config_of(outcome.config, model).steps >= _LONG
             note = f"{records[0].parameters:,} parameters; paper at {'250k' if long else '25k'} steps, the five best"
             printed = self._PRINTED[model][long]
             rows.append(outcome.row(f"{model}, test", printed, records, "accuracy_test", note))

@@ -53,7 +53,7 @@ class DoubleAddTrial(Trial):
     def __init__(self, config: DoubleAddConfig, name: str, seed: int, device: torch.device) -> None:
         self.architecture: dict[str, Any] = {}
         if config.grid and name.partition("_")[0] in grids.DOUBLEADD:
-            self.architecture = grids.architecture(grids.DOUBLEADD, name, seed)
+            self.architecture = grids.drawn(grids.DOUBLEADD, config, name, seed)
             config = changed(config, self.architecture)
         super().__init__(config, name, models.build(config, name, 5, 1, BLOCK), seed, device)
         self.penalty = models.RangePenalty(config, 5, 1)
@@ -154,10 +154,12 @@ class DoubleAdd(Study):
         return DoubleAddTrial(self.config_of(config, model), model, seed, device)
 
     def table(self, outcome: Outcome) -> list[Row]:
+        drawn = [model for model in outcome.models() if self.config_of(outcome.config, model).grid]
         rows = []
-        if outcome.config.grid or outcome.config.paper:
-            return self._grid_rows(outcome)
-        for model in outcome.models():
+        if drawn:
+            records = [record for record in outcome.records if record.model in drawn]
+            rows += self._grid_rows(replace(outcome, records=records))
+        for model in (model for model in outcome.models() if model not in drawn):
             records = outcome.of(model)
             note = f"{records[0].parameters:,} parameters"
             mean = outcome.row(f"{model}, OOD accuracy", self._MEAN.get(model, "-"), records, "ood_accuracy", note)

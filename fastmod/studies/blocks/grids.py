@@ -50,6 +50,12 @@ def architecture(grids: Mapping[str, Grid], model: str, seed: int) -> dict[str, 
     return dict(zip(grid, combinations[seed % len(combinations)], strict=True))
 
 
+def drawn(grids: Mapping[str, Grid], config: Any, model: str, seed: int) -> dict[str, Any]:
+    """The architecture that this seed names, but for settings that were chosen."""
+    chosen = {key: getattr(config, key) for key in config.typed or ()}
+    return {key: chosen.get(key, value) for key, value in architecture(grids, model, seed).items()}
+
+
 def as_drawn(found: Sequence[tuple[Mapping[str, Any], Record]]) -> list[Record]:
     """Trials of a sweep as if their seeds had drawn the architectures of their cells."""
     return [replace(record, result={**record.result, "architecture": dict(values)}) for values, record in found]

@@ -292,7 +292,9 @@ class CompAdapt(Study):
         rows: list[Row] = []
         for model in outcome.models():
             config, records = self.config_of(outcome.config, model), outcome.of(model)
-            rows += target_rows(config, model, records) + domain_rows(model, records)
+            setting = self.setting(outcome.config, model)
+            setting = "the paper's net, not its optimiser" if setting == "the paper's setting" else setting
+            rows += target_rows(config, model, records, setting) + domain_rows(model, records)
         return rows
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:

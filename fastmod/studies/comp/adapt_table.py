@@ -29,10 +29,9 @@ _PRINTED: Mapping[str, tuple[str, str, str]] = {
 _COLUMN = {"isometric": 0, "half_shared": 1, "compositional": 2}
 
 
-def target_rows(config: Any, model: str, records: Sequence[Record]) -> list[Row]:
+def target_rows(config: Any, model: str, records: Sequence[Record], setting: str) -> list[Row]:
     title, results = TITLES[model], [record.result["results"] for record in records]
     known = ", ".join([*config.domains, *(["SVHN"] if "accuracy_svhn" in results[0]["pretrained"] else [])])
-    setting = "the paper's net, not its optimiser" if config.paper else "not the paper's setting"
     column = _COLUMN[model]
     rows = []
     for bn in ("source", "target"):

@@ -191,12 +191,12 @@ class CompSingle(Study):
         for model in outcome.models():
             config = self.config_of(outcome.config, model)
             records, title = outcome.of(model), TITLES[model]
-            note = _note(config, records)
+            note = _note(config, records, self.setting(outcome.config, model))
             rows.append(outcome.row(f"{title}, test accuracy (%)", _printed(config, model), records, "accuracy", note))
             for key, name, paper in _MEASURES:
                 if any(key in record.result for record in records) and not (key in _ORDERS and model not in _LOOKED_AT):
                     rows.append(outcome.row(f"{title}, {name}", paper, records, key))
-        return rows + _differences(outcome)
+        return rows + _differences(outcome, self.config_of(outcome.config, "mixture"))
 
     def figures(self, outcome: Outcome) -> dict[str, tuple[Figure, str]]:
         return {
@@ -232,8 +232,7 @@ def _printed(config: SingleConfig, model: str) -> str:
     return f"{value}, CIFAR-100"
 
 
-def _note(config: SingleConfig, records: list[Record]) -> str:
-    setting = "the paper's setting" if config.paper else "not the paper's setting"
+def _note(config: SingleConfig, records: list[Record], setting: str) -> str:
     images = f"{config.train_images:,} images" if config.train_images else "all images"
     return (
         f"{sources.title_of(config.dataset)}, {images}, K = {config.templates}, "
@@ -242,10 +241,9 @@ def _note(config: SingleConfig, records: list[Record]) -> str:
     )
 
 
-def _differences(outcome: Outcome) -> list[Row]:
+def _differences(outcome: Outcome, config: SingleConfig) -> list[Row]:
     """What the paper's text claims: mixture beside the fixed signatures, over the seeds that both have."""
     found = []
-    config = outcome.config
     for other, claim in (("sequential", "-0.4 on average, at worst -1.0"), ("cyclic", "+1.1"), ("random", "+0.5")):
         own = {record.seed: record for record in outcome.of("mixture")}
         pairs = [(own[record.seed], record) for record in outcome.of(other) if record.seed in own]

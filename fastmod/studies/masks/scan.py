@@ -210,7 +210,7 @@ class MaskScan(settings.MaskStudy):
     presets: ClassVar = {**PAPER, **{f"{model}_direct": settings for model, settings in PAPER.items()}}
     quick: ClassVar = {
         "steps": 200, "mask_steps": 100, "evaluate_every": 100, "splits": (ALL, "jump"), "units": 32, "batch": 64,
-        "mask_batch": 64, "mask_steps_transformer": 100, "mask_batch_transformer": 64,
+        "mask_batch": 64,
     }  # fmt: skip
 
     def prepare(self, config: MaskScanConfig) -> None:

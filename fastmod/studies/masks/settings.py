@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -62,15 +63,32 @@ class MaskStudy(Study):
     """Presets for ``--set paper=true``, and what to say of a run beside the paper's."""
 
     def config_of(self, config: Any, model: str) -> Any:
-        """With ``paper``, the model's preset, except for what was set to another value than the study's default.
-        Else settings whose name ends in the kind of the model, such as ``beta_lstm``, are its own."""
-        if config.paper:
-            left = {key for key in self.presets[model] if getattr(config, key) == getattr(self.defaults, key)}
-            return changed(config, {key: self.presets[model][key] for key in left})
+        """Settings whose name ends in the kind of the model, such as ``beta_lstm``, are its own. What counts is, in
+        this order: its own one if it was chosen, the common one if that was, with ``paper`` the model's preset, its
+        own default."""
         kind = "_" + model.partition("_")[0].lower()
         own = [field.name for field in fields(config) if field.name.endswith(kind)]
         settings = {name.removesuffix(kind): getattr(config, name) for name in own}
-        return changed(config, settings | ({"beta": AUTO} if config.auto else {}))
+        if config.typed is None:
+            return self._of_old(config, model, settings)
+        settings = {k: v for k, v in settings.items() if k + kind in config.typed or k not in config.typed}
+        if config.paper:
+            stay = {*config.typed, *(key for key in settings if key + kind in config.typed)}
+            settings = {key: value for key, value in settings.items() if key in stay}
+            settings |= {key: value for key, value in self.presets[model].items() if key not in stay}
+        return changed(config, settings)
+
+    def _of_old(self, config: Any, model: str, settings: Mapping[str, Any]) -> Any:
+        """Of a run that does not say what was chosen: as it was begun."""
+        if not config.paper:
+            return changed(config, {**settings, **({"beta": AUTO} if config.auto else {})})
+        left = {key for key in self.presets[model] if getattr(config, key) == getattr(self.defaults, key)}
+        return changed(config, {key: self.presets[model][key] for key in left})
+
+    def is_own(self, setting: str) -> bool:
+        base, _, kind = setting.rpartition("_")
+        kinds = {model.partition("_")[0].lower() for model in self.models}
+        return kind in kinds and hasattr(self.defaults, base)
 
     def note(self, outcome: Outcome, model: str) -> str:
         """For the rows of a model."""

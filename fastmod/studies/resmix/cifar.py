@@ -12,7 +12,7 @@ from torch import Tensor
 from fastmod.data import Photographs, cifar, load_cifar10, load_cifar100, load_svhn, svhn
 from fastmod.data.cached import cached
 from fastmod.data.photographs import PLACES, crop_and_flip
-from fastmod.runs.config import StudyError, changed
+from fastmod.runs.config import StudyError
 from fastmod.runs.study import Outcome, Row, Study
 from fastmod.studies.resmix import nets, reports
 from fastmod.studies.resmix.training import ResMixConfig, ResMixTrial
@@ -101,8 +101,8 @@ class ResMixCifar(Study):
     def prepare(self, config: ResMixCifarConfig) -> None:
         _data(config)
 
-    def config_of(self, config: ResMixCifarConfig, model: str) -> ResMixCifarConfig:
-        return changed(config, {"epochs": DATASETS[config.dataset].epochs}) if config.paper else config
+    def preset_of(self, config: ResMixCifarConfig, model: str) -> Mapping[str, Any]:
+        return {"epochs": DATASETS[config.dataset].epochs}
 
     def trial(self, config: ResMixCifarConfig, model: str, seed: int, device: torch.device) -> ResMixCifarTrial:
         config = self.config_of(config, model)
