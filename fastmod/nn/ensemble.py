@@ -28,7 +28,8 @@ class Ensemble(nn.Module):
 
     Every parameter and buffer of the net is there once, with a leading dimension of copies, under the net's own name
     below ``model``. A call maps the net over the copies with :func:`torch.vmap`, so that each has the outputs, the
-    gradients and the statistics that it would have alone; noise (dropout, Gumbel) is drawn for each anew.
+    gradients and the statistics that it would have alone; noise (dropout, Gumbel) is drawn for each anew. Buffers
+    are to be changed in place (``self.count.add_(1)``); a net that assigns a new one is refused.
 
     Args:
         model_factory: returns a new net at every call; all alike but for their values.
@@ -73,7 +74,16 @@ class Ensemble(nn.Module):
 
         def one(values: dict[str, Tensor], *own: Any) -> Any:
             # Every place has its tensor, so that nobody has to find out which places share one.
-            return torch.func.functional_call(called, values, own, tie_weights=False)
+            given = dict(values)
+            found = torch.func.functional_call(called, values, own, tie_weights=False)
+            _forget(called)
+            for name, tensor in given.items():
+                if values[name] is not tensor:  # functional_call tells so, and puts the old one back
+                    raise RuntimeError(
+                        f"{name.removeprefix('net.')}: the net puts another tensor in its place, which would be lost; "
+                        "expected a buffer that is changed in place, such as self.count.add_(1)"
+                    )
+            return found
 
         dims = (0, *[0 if each and isinstance(value, Tensor) else None for value in inputs])
         for i, value in enumerate(inputs):
@@ -106,6 +116,15 @@ class Ensemble(nn.Module):
 
     def extra_repr(self) -> str:
         return f"copies={self.copies}"
+
+
+def _forget(net: nn.Module) -> None:
+    """What modules keep of their last forward: inside of vmap's call its tensors are one copy's, outside of it nobody
+    can read them, and torch.compile cannot hand them out."""
+    for module in net.modules():
+        for name in ("_last", "_penalty"):
+            if getattr(module, name, None) is not None:
+                object.__setattr__(module, name, None)
 
 
 def _plain_call(net: nn.Module, *inputs: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fastmod
+from fastmod.models import PlainSMFR
 from fastmod.nn import MFNNR, SMFR, Ensemble, Multiplexer
 from fastmod.optim import Adam
 from tests.ops.test_copies import calls
@@ -188,6 +189,52 @@ def test_compiled() -> None:
     x = torch.randn(NETS["SMFR"][1])
     with torch.no_grad():
         close(torch.compile(nets, backend="eager")(x), nets(x))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in place or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.in_place = nn.Linear(4, 2), in_place
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.count.add_(1)
+        else:
+            self.count = self.count + 1
+        return self.layer(x) * self.count
+
+
+def test_buffers_that_are_assigned_are_refused() -> None:
+    nets = Ensemble(lambda: nn.Sequential(Counting(in_place=True)), COPIES)
+    nets(torch.randn(6, 4))
+    nets(torch.randn(6, 4))
+    assert nets.model[0].count.tolist() == [2.0] * COPIES  # type: ignore[index]
+    lost = Ensemble(lambda: nn.Sequential(Counting(in_place=False)), COPIES)
+    with pytest.raises(RuntimeError, match=r"0\.count: the net puts another tensor in its place.*in place"):
+        lost(torch.randn(6, 4))
+    assert lost.model[0].count.tolist() == [0.0] * COPIES  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", [*NETS, "PlainSMFR"])
+def test_compiled_with_gradients(kind: str) -> None:
+    """What a net keeps of its last forward is a copy's own: no compiler can hand it out."""
+    factory, shape = {**NETS, "PlainSMFR": (lambda: PlainSMFR(3, 2, 4, 3, 1, hidden=5), (6, 3, 4))}[kind]
+    torch.manual_seed(0)
+    nets = Ensemble(factory, COPIES)
+    twin = copy.deepcopy(nets)  # batch norm counts what it has seen
+    x = torch.randn(shape)
+    torch._dynamo.reset()
+    run = torch.compile(nets, backend="aot_eager")
+    found = []
+    for owner, call in ((twin, twin), (nets, run)):
+        out = call(x)
+        out.square().sum().backward()
+        found.append([out.detach(), *owner.buffers(), *[p.grad for p in owner.parameters() if p.grad is not None]])
+    assert len(found[0]) > 2
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_bad_input() -> None:
