@@ -96,7 +96,9 @@ def of_case(counted: Sequence[Counted]) -> str:
     errors = [each.error for each in counted]
     told = "no value was compared" if None in errors else "error " + pair([f"{e:.1e}" for e in errors if e is not None])
     label = case.shape.label + (", some of its blocks" if case.part else "")
-    label += f", {case.dtypes[0]} read as bf16" if case.autocast else "" if len(counted) > 1 else f", {case.dtypes[0]}"
+    label += (
+        f", {counted[0].dtype} read as bf16" if case.autocast else "" if len(counted) > 1 else f", {counted[0].dtype}"
+    )
     samples = case.useful // math.prod(case.shape.shapes[-1]) if case.unit == "weight and sample" else 1
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("pass", lambda row: ("forward", "backward")[row.phase]),
