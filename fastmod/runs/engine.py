@@ -125,7 +125,8 @@ class Course:
                 raise StudyError(f"{self.key}: the loss is {loss} at step {trial.step}; try a smaller lr")
             if not (trial.due or trial.finished):
                 return None
-            parallel.team.same_buffers(trial.model)
+            for net in trial.nets():
+                parallel.team.same_buffers(net)
             self.metrics = parallel.team.same({"loss": loss, **trial.metrics()})
             trial.after_evaluation(self.metrics)
             self.ledger.add(trial.step, self.metrics)

@@ -28,8 +28,9 @@ class Alone:
 
     rank, size = 0, 1
 
-    def part(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Of a step's batch, each tensor ``[B, ...]``: what this process trains on, ``[B / size, ...]``."""
+    def part(self, batch: tuple[Tensor, ...], dims: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+        """Of a step's batch, each tensor ``[B, ...]``: what this process trains on, ``[B / size, ...]``. ``dims``:
+        where B is, tensor by tensor; first in those that it says nothing of."""
         return batch
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
@@ -56,14 +57,14 @@ class Team(Alone):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def part(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        lengths = {len(tensor) for tensor in batch if tensor.dim()}  # a scalar is about the whole step
-        if len(lengths) != 1 or max(lengths) % self.size:
+    def part(self, batch: tuple[Tensor, ...], dims: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+        pairs = [(tensor, dims[i] if i < len(dims) else 0) for i, tensor in enumerate(batch)]
+        lengths = [tensor.shape[dim] for tensor, dim in pairs if tensor.dim()]  # a scalar is about the whole step
+        unsaid = {len(tensor) for tensor in batch[len(dims) :] if tensor.dim()}  # those are to be of one batch
+        if not lengths or len(unsaid) > 1 or any(length % self.size for length in lengths):
             shapes = ", ".join(str(list(tensor.shape)) for tensor in batch)
             raise StudyError(f"batch: expected a multiple of the {self.size} processes, got tensors {shapes}")
-        count = max(lengths) // self.size
-        here = slice(self.rank * count, (self.rank + 1) * count)
-        return tuple(tensor[here] if tensor.dim() else tensor for tensor in batch)
+        return tuple(tensor.chunk(self.size, dim)[self.rank] if tensor.dim() else tensor for tensor, dim in pairs)
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ class Trial(ABC):
     which holds numbers, text, tensors, and lists and dicts of these.
     """
 
+    #: Where the examples are in each tensor of a step's batch; first in those that it says nothing of.
+    batch_dims: ClassVar[tuple[int, ...]] = ()
+
     def __init__(self, config: Config, name: str, model: nn.Module, seed: int, device: torch.device) -> None:
         self.config, self.name, self.seed, self.device = config, name, seed, device
         self.model = model.to(device)
@@ -33,6 +36,10 @@ class Trial(ABC):
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Of the fresh model; its state is part of the checkpoint. By default Adam, with clipped gradients."""
         return Adam(self.model.parameters(), self.config.lr, max_norm=self.config.clip)
+
+    def nets(self) -> list[nn.Module]:
+        """Whose buffers the processes of a team agree on before an evaluation."""
+        return [self.model]
 
     @property
     def steps(self) -> int:
@@ -85,7 +92,7 @@ class Trial(ABC):
         team = parallel.team
         with team.noise():
             for batch in zip(*data, strict=True):
-                loss = self.loss(*team.part(batch))
+                loss = self.loss(*team.part(batch, self.batch_dims))
                 loss.backward()
                 team.average(self.optimizer)
                 self.optimizer.step()

@@ -13,9 +13,10 @@ import torch
 from fastmod.runs import parallel
 from fastmod.runs.config import StudyError
 from fastmod.runs.folder import RunFolder
+from tests.data.test_domains import usps_folder
 from tests.helpers.study_commands import ROOT, fastmod
 from tests.helpers.study_hooks import kill, ticks
-from tests.helpers.study_runs import states
+from tests.helpers.study_runs import digits, states
 
 SIZES = ("batch=8", "chunk=5", "fnn_width=6", "fnn_depth=1", "evaluate_every=10", "checkpoint_seconds=0", "lr=0.01")
 SMALL = ["doubleadd", "--model", "FNN", "--seeds", "0", "--steps", "40", *(f"--set={size}" for size in SIZES)]
@@ -70,6 +71,52 @@ def test_parts_are_the_batch() -> None:
     assert torch.equal(torch.cat([part[0] for part in parts]), batch)
     assert torch.equal(torch.cat([part[1] for part in parts]), batch[:, 0])
     assert all(part[2] is forced for part in parts), "a number for the whole step"
+
+
+def test_parts_where_the_batch_is_not_first() -> None:
+    index, tasks = torch.arange(12).view(6, 2), torch.arange(24).view(2, 6, 2)
+    parts = [team(rank, 3).part((index, tasks, index), (0, 1)) for rank in range(3)]
+    assert all(part[0] is not index and torch.equal(part[0], part[2]) for part in parts)
+    assert torch.equal(torch.cat([part[1] for part in parts], 1), tasks)
+    with pytest.raises(StudyError, match="batch: expected a multiple of the 2 processes"):
+        team(0, 2).part((index, tasks))
+
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "algo": ("SMFR", "hidden=4", "width=2", "depth=1", "batch=8", "chunk=5"),
+    "mask-addmul": ("FNN", "hidden=6", "mask_steps=5", "batch=8", "chunk=5"),
+    "resmix-pentomino": ("ResNet26", "images=32", "valid_images=8", "test_images=8", "batch=8", "epochs=1", "chunk=2"),
+    "comp-adapt": ("compositional", "channels=4", "layers=2", "templates=2", "batch=4", "train_images=20",
+                   "test_images=20", "adapt_steps=4", "chunk=2", "domains=original,shear", "verify=false", "svhn=no"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as the test above")
+@pytest.mark.parametrize("study", FAMILIES)
+def test_every_family_is_shared_out(study: str, tmp_path: Path) -> None:
+    """Two processes train each of the kinds of study to its end; ALGO's, which draws no noise, as one would."""
+    model, *settings = FAMILIES[study]
+    if study == "comp-adapt":
+        (tmp_path / "data").mkdir()
+        digits(tmp_path / "data" / "mnist")
+        usps_folder(tmp_path / "data" / "usps")
+        settings.append(f"data={tmp_path / 'data'}")
+    steps = [] if study.startswith("resmix") else ["--steps", "10"]
+    every = 4 if study.startswith("resmix") else 10
+    args = [study, "--model", model, "--seeds", "0", *steps, f"--set=evaluate_every={every}"]
+    args += [f"--set={setting}" for setting in settings]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    rest = ["-m", "fastmod", "study", *args, "--out", str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *rest], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("report: ") == 1, done.stderr
+    two = states(tmp_path / "two")[f"{model}-s0"]
+    assert two["step"] == {"algo": 10, "mask-addmul": 20, "resmix-pentomino": 4, "comp-adapt": 22}[study]
+    if study == "algo":
+        assert fastmod("study", *args, "--out", tmp_path / "one", hooks=(ticks(),)).code == 0
+        one = states(tmp_path / "one")[f"{model}-s0"]
+        assert max(float((one["model"][key] - two["model"][key]).abs().max()) for key in one["model"]) < 1e-5
 
 
 @pytest.mark.parametrize("shapes", [[(5, 2)], [(6,), (3,)], [()]])

@@ -55,6 +55,7 @@ class AlgoConfig(models.ModelConfig):
 
 class AlgoTrial(Trial):
     config: AlgoConfig
+    batch_dims = (0, 1, 0)  # tasks are [applications, B, 10]
 
     def __init__(self, config: AlgoConfig, name: str, seed: int, device: torch.device) -> None:
         self.architecture: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastmod.data import DataError
 from fastmod.models import IsometricNet
+from fastmod.runs import parallel
 from fastmod.runs.config import StudyError
 from fastmod.runs.study import Outcome, Row, Study
 from fastmod.studies.comp import alignment, reports, sources
@@ -81,6 +82,7 @@ class AdaptTrial(StagedTrial):
     """
 
     config: AdaptConfig
+    batch_dims = (1, 1)  # of the new domain and of the known ones
 
     def __init__(self, config: AdaptConfig, name: str, seed: int, device: torch.device) -> None:
         tasks = {domain: config.task("mnist", domain) for domain in config.domains}
@@ -219,6 +221,7 @@ class AdaptTrial(StagedTrial):
         assert self.opponents_optimizer is not None
         self.opponents_optimizer.zero_grad()
         loss.backward()
+        parallel.team.average(self.opponents_optimizer)
         self.opponents_optimizer.step()
 
     def _rate(self, ends: tuple[float, float]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fastmod.models import IsometricNet
@@ -112,6 +112,7 @@ class CompTrial(Trial):
 
     config: CompConfig
     model: IsometricNet
+    batch_dims: ClassVar[tuple[int, ...]] = (1,)  # which images, [T, B]
     #: Settings of RMSprop that the paper leaves open.
     alpha: ClassVar[float] = 0.9
     eps: ClassVar[float] = 1e-3
@@ -133,6 +134,9 @@ class CompTrial(Trial):
     def new_average(self) -> AveragedModel:
         """The average begins where the weights are; 0 keeps the last ones."""
         return AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.config.average), use_buffers=True)
+
+    def nets(self) -> list[nn.Module]:
+        return [self.model, self.average]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return self.rmsprop(self.model, self.config.lr)
