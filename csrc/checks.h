@@ -1,5 +1,7 @@
-// Last line of defence for callers of torch.ops.fastmod: the friendly messages live in fastmod/ops/. Here is what the
-// checks of several ops share; an op's own, of both its CPU and its CUDA part, ends its csrc/cpu/*_kernel.h.
+// Last line of defence for callers of torch.ops.fastmod; the friendly messages live in fastmod/ops/. This file holds
+// what the checks of several ops share. An op's own check, for its CPU and its CUDA part, is in its
+// csrc/cpu/*_kernel.h, or in a csrc/cpu/foo.h if it has no such kernels; some ops need nothing beyond the functions
+// below.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +22,8 @@ inline void check_like(const at::Tensor& first, const at::Tensor& other, const c
                    other.scalar_type());
 }
 
-// The dtype that a kernel rounds to as it reads, under autocast: x and parameters, all alike, are then of it or of fp32.
+// Under autocast, the dtype that a kernel rounds to as it reads. Then x has this dtype or fp32, and so do the
+// parameters, which all have the same one.
 using LowType = std::optional<at::ScalarType>;
 
 inline void check_parameter(const at::Tensor& x, const at::Tensor& param, const at::Tensor& first, const LowType& low,
@@ -34,12 +37,13 @@ inline void check_parameter(const at::Tensor& x, const at::Tensor& param, const 
   }
 }
 
-// Tensors that need not be alike under autocast.
+// For two tensors whose dtypes may differ under autocast.
 inline void check_mixed(const at::Tensor& first, const at::Tensor& other, const LowType& low, const char* name) {
   TORCH_CHECK_TYPE(!low || *low == at::kBFloat16 || *low == at::kHalf, "low: expected bfloat16 or float16");
   check_parameter(first, other, other, low, name);
 }
-// Of a result, whose dtype is `low` if that is given.
+
+// The gradient of a result; the result has dtype `low` if that is given.
 inline void check_grad(const at::Tensor& first, const at::Tensor& grad, const LowType& low) {
   if (!low) return check_like(first, grad, "grad");
   TORCH_CHECK(grad.device() == first.device(), "grad: expected device ", first.device(), ", got ", grad.device());
@@ -52,13 +56,13 @@ inline void check_float(const at::Tensor& tensor, const char* name) {
                    ": expected float32, float64, bfloat16 or float16, got ", type);
 }
 
-// Of the gradient of a temperature: its own dtype, if that has 16 bits, else the compute dtype.
+// The dtype of a temperature's gradient: that of the temperature if it has 16 bits, else the compute dtype.
 inline at::ScalarType tau_type(const std::optional<at::Tensor>& tau, const at::Tensor& like) {
   if (tau && (tau->scalar_type() == at::kHalf || tau->scalar_type() == at::kBFloat16)) return tau->scalar_type();
   return like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// One number, or one for each of several nets at once: see MfnnrSizes.
+// One number, or one per net where several nets run at once: see MfnnrSizes.
 inline bool is_number(const at::Tensor& tensor, int64_t copies) {
   return copies ? tensor.dim() == 1 && tensor.size(0) == copies : tensor.dim() == 0;
 }

@@ -1,4 +1,4 @@
-// Numbers that kernels of several backends must agree on, each once. Free of torch headers.
+// Numbers that the kernels of several backends must agree on. No torch headers.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ constexpr uint32_t kStreamMask = 1;
 constexpr uint32_t kStreamMaskBias = 2;
 
 constexpr double kLeakySlope = 0.01;
-constexpr double kNoPenalty = -1;   // in place of the threshold of a range penalty
-constexpr int64_t kBatchTile = 64;  // what mfnnr_forward saves is padded to whole tiles of the batch
+constexpr double kNoPenalty = -1;   // stands for the threshold where there is no range penalty
+constexpr int64_t kBatchTile = 64;  // mfnnr_forward pads what it saves to whole tiles of the batch
 
 }  // namespace fastmod
 
-// The number of noise words that switch a weight off, by one formula on every backend: the masks agree bit for bit.
+// The number of noise words that switch a weight off. Every backend uses this formula, so masks agree bit for bit.
 //
 // A weight with logit l is kept when word >> 9, uniform in [0, 2^23), is at least
 //     off(l) = floor(sigmoid(-|l|) * 2^23 + 1/2), or 2^23 minus that when l < 0.
@@ -27,7 +27,7 @@ constexpr int64_t kBatchTile = 64;  // what mfnnr_forward saves is padded to who
 // them fused (fastmod/ops/sample_mask.py spells it out):
 //     d = min(|l|, 32)    n = floor(d * kLog2e + 0.5)    x = n * kLn2High - d + n * kLn2Low    (exact products)
 //     a = (((((((c0 x + c1) x + c2) x + c3) x + c4) x + c5) * (x x)) + x + 1) * 2^-n
-// Beyond 32 a mask does not change any more: sigmoid(-32) is far below the resolution of the noise.
+// Beyond 32 masks no longer change: sigmoid(-32) is far below the resolution of the noise.
 namespace fastmod::mask {
 
 constexpr float kCap = 32.0f;

@@ -1,4 +1,4 @@
-// The pybind11 module: loading it registers the kernels; it tells how it was built and which kernels run.
+// The pybind11 module. Loading it registers the kernels; it reports how it was built and which CPU kernels are in use.
 #include <pybind11/pybind11.h>
 
 #include "cpu/kernels.h"
@@ -9,7 +9,7 @@ PYBIND11_MODULE(_C, m) {
         "What this module was built with.");
   m.def(
       "cpu_isa", [] { return fastmod::cpu::name_of(fastmod::cpu::isa()); },
-      "Instruction set of the CPU kernels in force.");
+      "Instruction set of the CPU kernels in use.");
   m.def(
       "best_cpu_isa", [] { return fastmod::cpu::name_of(fastmod::cpu::best_isa()); },
       "Best instruction set that this machine runs.");

@@ -31,7 +31,7 @@ FASTMOD_HOST_DEVICE void wide_product(uint32_t a, uint32_t b, uint32_t* high, ui
 
 FASTMOD_HOST_DEVICE uint32_t xor_of_three(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(__CUDA_ARCH__)
-  uint32_t result;  // one instruction, which nvcc leaves to ptxas otherwise
+  uint32_t result;  // one instruction; otherwise nvcc leaves it to ptxas to find it
   asm("lop3.b32 %0, %1, %2, %3, 0x96;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 #else
@@ -39,7 +39,7 @@ FASTMOD_HOST_DEVICE uint32_t xor_of_three(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// The keys of the ten rounds. CUDA kernels hold them all in registers, or nvcc would compute them anew for every call.
+// The keys of the ten rounds. CUDA kernels hold them all in registers; nvcc would recompute them for every call.
 class PhiloxKeys {
  public:
   FASTMOD_HOST_DEVICE explicit PhiloxKeys(int64_t seed) {
@@ -78,7 +78,7 @@ FASTMOD_HOST_DEVICE PhiloxWords philox4x32(uint32_t c0, uint32_t c1, uint32_t c2
     uint32_t high0, low0, high1, low1;
     wide_product(c0, 0xD2511F53u, &high0, &low0);
     wide_product(c2, 0xCD9E8D57u, &high1, &low1);
-    // At first one term and the key are the same for all words of a stream: left to nvcc, which joins them once.
+    // In the first rounds one term and the key are the same for all words of a stream, and nvcc combines them once.
     c0 = round < 2 ? high1 ^ c1 ^ keys.first(round) : xor_of_three(high1, c1, keys.first(round));
     c1 = low1;
     c2 = round < 1 ? high0 ^ c3 ^ keys.second(round) : xor_of_three(high0, c3, keys.second(round));

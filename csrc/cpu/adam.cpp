@@ -1,5 +1,5 @@
-// One call for the whole optimiser step, clipping included: small models have few numbers in many tensors, so that a call
-// per tensor, or a few of them, costs more than the arithmetic. fastmod/optim.py defines the schema and is the only caller.
+// The whole optimiser step, clipping included, in one call: small models have few numbers in many tensors, so that even
+// one call per tensor costs more than the arithmetic. fastmod/optim.py defines the schema and is the only caller.
 #include <ATen/ops/empty_like.h>
 
 #include <limits>
@@ -14,9 +14,9 @@ using at::Tensor;
 using at::TensorList;
 using Numbers = at::ArrayRef<double>;
 
-constexpr int64_t kElementsEach = 8192;  // fixed pieces, so that the norm does not depend on the number of threads
+constexpr int64_t kElementsEach = 8192;  // fixed, so that the norm does not depend on the number of threads
 
-// From here on parameters, gradients and both moments together overflow most last-level caches.
+// Above this size, parameters, gradients and both moments together overflow most last-level caches.
 constexpr size_t kLargeBytes = 8 << 20;
 
 struct Piece {
@@ -32,20 +32,20 @@ std::vector<Piece> pieces_of(TensorList tensors) {
   return pieces;
 }
 
-// body(index of the piece, a float or a double that stands for its dtype)
+// body(index of the piece, a float or double zero that tells its dtype)
 template <typename Body>
 void for_each_piece(TensorList tensors, const std::vector<Piece>& pieces, double cycles_per_element, const Body& body) {
   if (pieces.empty()) return;
   double elements = 0;
   for (const Piece& piece : pieces) elements += piece.count;
-  // Cycles of the whole list, spread over its pieces: most are smaller than kElementsEach.
+  // The average over the pieces, most of which are smaller than kElementsEach.
   const double cycles_each = elements * cycles_per_element / pieces.size();
   for_each<float>(pieces.size(), cycles_each, 0, tensors[0], [&](int64_t i, float*) {
     with_compute_type(tensors[pieces[i].tensor], [&](auto zero) { body(i, zero); });
   });
 }
 
-// Whether the kernels may walk through it as through a plain array of fp32 or fp64.
+// Whether the kernels can treat it as a plain array of fp32 or fp64.
 bool is_array(const Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
          (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble);
@@ -61,7 +61,7 @@ bool is_step(const Tensor& step) {
          (step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble);
 }
 
-// As clip_grad_norm_ scales: to max_norm, NaN spreads.
+// The factor of clip_grad_norm_; a NaN norm gives NaN.
 double clipping_scale(double square_sum, double max_norm) {
   const double norm = std::sqrt(square_sum);
   return std::isnan(norm) ? norm : std::min(max_norm / (norm + 1e-6), 1.0);
@@ -71,8 +71,8 @@ double counted(const Tensor& step) {
   return with_compute_type(step, [&](auto zero) -> double { return *step.data_ptr<decltype(zero)>() += 1; });
 }
 
-// Parameters of all groups in a row, group after group. max_norm: none if <= 0. False, with nothing done, if a tensor is
-// none that the kernels can walk through: the caller then leaves the step to torch.
+// `params` holds the parameters of all groups, one group after the other. max_norm <= 0: no clipping. Returns false and
+// does nothing if the kernels cannot handle one of the tensors: the caller then leaves the step to torch.
 bool adam_(TensorList params, TensorList grads, TensorList means, TensorList squares, TensorList steps,
            at::IntArrayRef group_sizes, Numbers lrs, Numbers beta1s, Numbers beta2s, Numbers epsilons,
            double max_norm) {
@@ -91,7 +91,7 @@ bool adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
   TORCH_CHECK_VALUE(grouped == static_cast<int64_t>(count), "group_sizes: expected a sum of ", count, ", got ",
                     grouped);
 
-  std::vector<Tensor> slopes;  // the gradients, laid out as the parameters
+  std::vector<Tensor> slopes;  // the gradients, in the memory layout of the parameters
   slopes.reserve(count);
   size_t bytes = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -120,7 +120,8 @@ bool adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
   args.reserve(count);
   for (size_t group = 0; group < groups; ++group) {
     const double beta1 = beta1s[group], beta2 = beta2s[group];
-    double last = std::numeric_limits<double>::quiet_NaN();  // most parameters have made as many steps as their neighbours
+    // Most parameters have made as many steps as the one before them: their arguments are reused.
+    double last = std::numeric_limits<double>::quiet_NaN();
     for (int64_t i = 0; i < group_sizes[group]; ++i) {
       const double made = counted(steps[args.size()]);
       if (made == last) {
@@ -146,7 +147,7 @@ bool adam_(TensorList params, TensorList grads, TensorList means, TensorList squ
 
 }  // namespace
 
-// For tensors of any device and layout, as it is the function that says what it does not serve.
+// Registered for any device and layout: adam_ itself returns false for tensors it cannot handle.
 TORCH_LIBRARY_IMPL(fastmod, CompositeExplicitAutograd, m) { m.impl("adam_", adam_); }
 
 TORCH_LIBRARY_IMPL(fastmod, Autograd, m) { m.impl("adam_", torch::CppFunction::makeFallthrough()); }

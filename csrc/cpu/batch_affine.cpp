@@ -1,4 +1,4 @@
-// A batch norm as scale and shift: a few numbers per channel, for which calls of torch cost more than the arithmetic.
+// Folds a batch norm into scale and shift: only a few numbers per channel, where torch calls cost more than arithmetic.
 #include <ATen/Functions.h>
 
 #include "cpu/host.h"
@@ -14,7 +14,7 @@ const T* read(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
 }
 
-// Reads a parameter or buffer, of whatever dtype, in the dtype of the statistics.
+// A parameter or buffer of any dtype, converted to the dtype of the statistics.
 Tensor like_mean(const OptionalTensor& tensor, const Tensor& mean) {
   return tensor ? in_type(*tensor, mean.scalar_type()).contiguous() : Tensor();
 }
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_affine_backward(const Tensor& g
     const T *from_mean = m.const_data_ptr<T>(), *from_var = v.const_data_ptr<T>(), *factor = read<T>(w);
     for (int64_t i = 0; i < mean.numel(); ++i) {
       const T inverse = T(1) / std::sqrt(from_var[i] + T(eps)), scale = factor ? factor[i] * inverse : inverse;
-      const T whole = of_scale[i] - from_mean[i] * of_shift[i];  // the shift depends on the scale too
+      const T whole = of_scale[i] - from_mean[i] * of_shift[i];  // the shift depends on the scale as well
       out[0].data_ptr<T>()[i] = -scale * of_shift[i];
       out[1].data_ptr<T>()[i] = T(-0.5) * whole * scale * inverse * inverse;
       out[2].data_ptr<T>()[i] = whole * inverse;

@@ -1,4 +1,4 @@
-// Table of squared distances of templates, for torch; the work is in cluster_penalty_kernel.h.
+// The torch-facing side of the table of squared distances between templates; the work is in cluster_penalty_kernel.h.
 #include <ATen/Functions.h>
 
 #include "cpu/host.h"
@@ -9,8 +9,8 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kColumns = 512;  // of the bank at a time: they stay in cache for all pairs
-constexpr int64_t kParts = 64;     // sums that are added up at the end: as many whatever the number of threads
+constexpr int64_t kColumns = 512;  // columns of the bank taken at a time: they stay in cache for all pairs
+constexpr int64_t kParts = 64;     // partial sums, however many threads there are
 
 Tensor cluster_penalty_forward(const Tensor& bank) {
   check_bank(bank);
@@ -50,7 +50,7 @@ Tensor cluster_penalty_backward(const Tensor& grad, const Tensor& bank) {
   with_compute_type(b, [&](auto zero) {
     using T = decltype(zero);
     const double* from = g.const_data_ptr<double>();
-    std::vector<T> weights(templates * templates);  // each pair stands in the table twice
+    std::vector<T> weights(templates * templates);  // the table holds each pair twice
     for (int64_t i = 0; i < templates; ++i)
       for (int64_t j = 0; j < templates; ++j)
         weights[i * templates + j] = static_cast<T>(2 * (from[i * templates + j] + from[j * templates + i]));

@@ -1,4 +1,4 @@
-// Squared distances of templates, by differences: norms minus products would lose those of near templates.
+// Squared distances between templates, summed over differences: norms minus products would cancel for near templates.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -7,7 +7,7 @@ namespace fastmod::cpu {
 
 template <typename T>
 struct ClusterPenaltyKernels {
-  // Some columns of a bank [templates, size]: `bank` and `out` point at the first of them.
+  // Works on some columns of a bank [templates, size]; `bank` and `out` point at the first of them.
   void (*forward)(const T* bank, int64_t templates, int64_t size, int64_t columns, double* sums);
   void (*backward)(const T* bank, const T* weights, int64_t templates, int64_t size, int64_t columns, T* out);
 };
@@ -44,7 +44,7 @@ FASTMOD_INLINE void distance_block(const T* a, const T* b, int64_t size, int64_t
     for (int j = 0; j < kColumns; ++j) sums[i * sums_stride + j] += double(sum_lanes<T>(sum[i][j]));
 }
 
-// Adds the part of `columns` columns from `bank` on to sums [K, K], of which the upper triangle is right.
+// Adds what `columns` columns, starting at `bank`, contribute to sums [K, K]; only the upper triangle is valid.
 template <typename T>
 void cluster_penalty_forward(const T* bank, int64_t templates, int64_t size, int64_t columns, double* sums) {
   constexpr int kBlock = FASTMOD_VECTOR_BYTES == 64 ? 4 : 2;
@@ -62,7 +62,7 @@ void cluster_penalty_forward(const T* bank, int64_t templates, int64_t size, int
       distance_block<T, 1, 1>(bank + i * size, bank + j * size, size, columns, sums + i * templates + j, templates);
 }
 
-// Rows of out = sum_j weights[k, j] * (template k - template j), kRows of them.
+// kRows rows of out = sum_j weights[k, j] * (template k - template j).
 template <typename T, int kRows>
 FASTMOD_INLINE void pull_block(const T* bank, const T* weights, int64_t templates, int64_t size, int64_t columns,
                                int64_t row, T* out) {

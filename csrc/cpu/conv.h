@@ -1,11 +1,11 @@
-// Products of image rows and weights, the innermost loops of convolutions.
+// Products of image rows and weights: the innermost loops of convolutions.
 #pragma once
 
 #include "cpu/vec.h"
 
 namespace fastmod::cpu::FASTMOD_ISA {
 
-// What a block of pixels reads: `length` values from `offset` on (relative to its first pixel), each times a row of
+// What a block of pixels reads: `length` values at `offset` from its first pixel, each multiplied by a row of
 // weights [length, columns].
 template <typename T>
 struct ConvRun {
@@ -13,10 +13,10 @@ struct ConvRun {
   const T* weight;
 };
 
-// What is needed soon, asked for a few cache lines at a time while products are computed: a strip is filled and written
-// at once, for which memory would otherwise have to be waited for.
+// Memory that the next strip reads and writes. It is prefetched a few cache lines at a time while products are
+// computed; otherwise filling and writing a whole strip at once would wait for memory.
 template <typename T>
-struct Soon {
+struct PrefetchRanges {
   const T *read[2] = {}, *write = nullptr;
   int64_t read_size = 0, write_size = 0;  // values of each
 };
@@ -25,25 +25,25 @@ struct Soon {
 template <typename T>
 struct ConvRepeat {
   int64_t repeats = 1, source = 0, weight = 0, out = 0;
-  Soon<T> soon = {};
-  int64_t part = 0, parts = 1;  // of what is needed soon: every block of pixels asks for one, as all at once would wait
+  PrefetchRanges<T> next = {};
+  int64_t part = 0, parts = 1;  // of `next`: each block of pixels prefetches one part, as all at once would stall
 };
 
-// Part `index` of `count`.
+// Prefetches part `index` of `count`.
 template <typename T>
-FASTMOD_INLINE void prefetch_part(const Soon<T>& soon, int64_t index, int64_t count) {
+FASTMOD_INLINE void prefetch_part(const PrefetchRanges<T>& ranges, int64_t index, int64_t count) {
   constexpr int64_t kLine = 64 / sizeof(T);
   const auto ask = [&](const T* data, int64_t size, auto write) FASTMOD_INLINE_LAMBDA {
     const int64_t lines = (size + kLine * count - 1) / (kLine * count);
     data += index * lines * kLine;
     for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(data + i * kLine, decltype(write)::value);
   };
-  if (soon.read[0]) ask(soon.read[0], soon.read_size, std::integral_constant<int, 0>{});
-  if (soon.read[1]) ask(soon.read[1], soon.read_size, std::integral_constant<int, 0>{});
-  if (soon.write) ask(soon.write, soon.write_size, std::integral_constant<int, 1>{});
+  if (ranges.read[0]) ask(ranges.read[0], ranges.read_size, std::integral_constant<int, 0>{});
+  if (ranges.read[1]) ask(ranges.read[1], ranges.read_size, std::integral_constant<int, 0>{});
+  if (ranges.write) ask(ranges.write, ranges.write_size, std::integral_constant<int, 1>{});
 }
 
-// Pixels and vectors of channels that registers hold; more pixels a weight, as those come from further away.
+// Vectors of channels that registers hold, and pixels: as many as possible per weight, as weights are further away.
 constexpr int kConvVectors = 2;
 template <int kVectors>
 constexpr int conv_pixels() {
@@ -51,18 +51,18 @@ constexpr int conv_pixels() {
   return kVectors == 1 ? 8 : 6;
 }
 
-// Sums are added up in pieces of so many terms, and where registers are free in several sums side by side: long sums in
-// one lose digits.
+// Sums are split into pieces of this many terms, and where registers are free into several sums side by side: one long
+// sum would lose digits.
 constexpr int64_t kConvTerms = 96;
 
-// kPixels pixels, kVectors vectors of channels from `out` on; the last vector holds `last` channels.
+// kPixels pixels, kVectors vectors of channels starting at `out`; the last vector holds `last` channels.
 template <typename T, int kPixels, int kVectors>
 void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t source_stride, int64_t columns, T* out,
                 int64_t out_stride, const T* bias, int64_t last, const ConvRepeat<T>& repeat) {
   constexpr int lanes = kLanes<T>;
   constexpr int kNear = 8;  // pixels that one pointer reaches by offsets that registers hold
   constexpr int kBeside = kPixels * kVectors <= 3 ? 4 : kPixels * kVectors <= 6 ? 2 : 1;
-  // Adds what `terms` values of a run give; kFirst: to nothing, else to what is there already.
+  // Adds the products of `terms` values of a run to what is in `to`, or, if `first`, overwrites it.
   const auto piece = [&](const T* near, const T* weight, int64_t terms, T* to, auto first) FASTMOD_INLINE_LAMBDA {
     Vec<T> sum[kBeside][kPixels][kVectors] = {};
     const T* far = near + kNear * source_stride;
@@ -101,7 +101,7 @@ void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t 
       }
   };
   for (int64_t again = 0; again < repeat.repeats; ++again) {
-    prefetch_part(repeat.soon, repeat.part * repeat.repeats + again, repeat.parts * repeat.repeats);
+    prefetch_part(repeat.next, repeat.part * repeat.repeats + again, repeat.parts * repeat.repeats);
     T* to = out + again * repeat.out;
     bool first = true;
     for (int64_t r = 0; r < count; ++r)
@@ -114,7 +114,7 @@ void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t 
         first = false;
       }
     if (first) piece(source, runs[0].weight, 0, to, std::true_type{});  // no tap meets these pixels: zeros
-    if (bias)  // last: added first, a large one would cost every term digits
+    if (bias)  // last: if added first, a large bias would cost every term digits
       for (int p = 0; p < kPixels; ++p)
         for (int v = 0; v < kVectors; ++v) {
           T* place = to + p * out_stride + v * lanes;
@@ -124,7 +124,7 @@ void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t 
   }
 }
 
-// `pixels` of them in `blocks` blocks of kPixels or a little less each.
+// `pixels` pixels in `blocks` blocks of kPixels or slightly fewer each.
 template <typename T, int kVectors, int kPixels>
 FASTMOD_INLINE void conv_blocks(int64_t pixels, int64_t blocks, const ConvRun<T>* runs, int64_t count, const T* source,
                                 int64_t source_stride, int64_t columns, T* out, int64_t out_stride, const T* bias,
@@ -144,7 +144,7 @@ FASTMOD_INLINE void conv_blocks(int64_t pixels, int64_t blocks, const ConvRun<T>
   }
 }
 
-// A row of pixels, all channels. Weights have `columns` columns, whole vectors; of these `channels` are stored.
+// A row of pixels, all channels. Weights have `columns` columns (whole vectors), of which `channels` are stored.
 template <typename T>
 void conv_row(int64_t pixels, int64_t channels, int64_t columns, const ConvRun<T>* runs, int64_t count, const T* source,
               int64_t source_stride, T* out, int64_t out_stride, const T* bias, ConvRepeat<T> repeat = {}) {
@@ -165,7 +165,7 @@ void conv_row(int64_t pixels, int64_t channels, int64_t columns, const ConvRun<T
       conv_blocks<T, 1, kPixels>(pixels, (pixels + kPixels - 1) / kPixels, here, count, source, source_stride, columns,
                                  out + first, out_stride, added, std::min<int64_t>(left, lanes), repeat);
     }
-    repeat.soon = {};
+    repeat.next = {};
   }
 }
 
@@ -176,9 +176,9 @@ void conv_grad_block(int64_t high, int64_t wide, const T* source, int64_t source
                      const ConvRepeat<T>& repeat) {
   constexpr int lanes = kLanes<T>;
   for (int64_t again = 0; again < repeat.repeats; ++again) {
-  prefetch_part(repeat.soon, again, repeat.repeats);
+  prefetch_part(repeat.next, again, repeat.repeats);
   T* own = sums + again * repeat.weight;
-  Vec<T> sum[kRows][kVectors] = {};  // of these pixels alone: short sums first
+  Vec<T> sum[kRows][kVectors] = {};  // over these pixels alone: short sums lose fewer digits
   for (int64_t y = 0; y < high; ++y) {
     const T* left = source + again * repeat.source + y * source_row;
     const T* right = grad + again * repeat.out + y * grad_row;
@@ -218,7 +218,7 @@ FASTMOD_INLINE void conv_grad_blocks(int64_t rows, int64_t blocks, int64_t high,
     rows -= kRows;
     source += kRows;
     sums += kRows * columns;
-    repeat.soon = {};
+    repeat.next = {};
   }
   if constexpr (kRows > 1) {
     if (rows > 0)
@@ -227,7 +227,7 @@ FASTMOD_INLINE void conv_grad_blocks(int64_t rows, int64_t blocks, int64_t high,
   }
 }
 
-// The same for a run of `length` values a pixel and all channels.
+// The same for a run of `length` values per pixel and all channels.
 template <typename T>
 void conv_grad_run(int64_t length, int64_t channels, int64_t columns, int64_t high, int64_t wide, const T* source,
                    int64_t source_stride, int64_t source_row, const T* grad, int64_t grad_stride, int64_t grad_row,
@@ -246,7 +246,7 @@ void conv_grad_run(int64_t length, int64_t channels, int64_t columns, int64_t hi
                                     grad + first, grad_stride, grad_row, sums + first, columns,
                                     std::min<int64_t>(left, lanes), repeat);
     }
-    repeat.soon = {};
+    repeat.next = {};
   }
 }
 

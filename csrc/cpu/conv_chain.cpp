@@ -1,4 +1,4 @@
-// Convolutions one after the other, in inference, for torch; the work is in conv_chain_kernel.h.
+// The torch-facing side of a chain of convolutions in inference; the work is in conv_chain_kernel.h.
 #include "cpu/images.h"
 #include "cpu/conv_chain_kernel.h"
 #include "cpu/norm_conv_kernel.h"
@@ -9,8 +9,8 @@ namespace {
 using at::Tensor;
 using OptionalList = c10::List<OptionalTensor>;
 
-constexpr int64_t kFrameBytes = 512 << 10;   // of the images that pass a layer together: half of a second-level cache
-constexpr int64_t kWeightBytes = 256 << 10;  // of all layers: from here on images pass a layer together
+constexpr int64_t kFrameBytes = 512 << 10;   // for the images that pass a layer together: half of a second-level cache
+constexpr int64_t kWeightBytes = 256 << 10;  // if all layers have more weights, several images pass a layer together
 constexpr int64_t kMostImages = 4;
 
 // stride, relu, source and residual of every layer
@@ -61,11 +61,11 @@ std::vector<ChainFrame> checked_frames(const Tensor& x, at::TensorList weights, 
   return frames;
 }
 
-// Gives every value a place in the scratch of an image, that of one which nobody reads any more if there is one.
+// Gives every value a place in the scratch of an image, reusing the place of a value that is no longer read.
 int64_t place_frames(std::vector<ChainFrame>& frames, const Forms& forms, bool keep_x) {
   const int64_t count = int64_t(frames.size()), forever = count;
   std::vector<int64_t> until(count, 0), slot(count);
-  std::vector<int64_t> free_at, size_of;  // of each slot; free_at: the layer from which on it is free
+  std::vector<int64_t> free_at, size_of;  // per slot; free_at: the first layer at which it is free again
   for (int64_t i = 0; i + 1 < count; ++i) {
     until[forms.source(i)] = i + 1;
     if (forms.residual(i) >= 0) until[forms.residual(i)] = i + 1;
@@ -101,7 +101,7 @@ Tensor conv_chain(const Tensor& x_, at::TensorList weights, const OptionalList& 
     using T = decltype(zero);
     const auto& kernel = kernels<ConvChainKernels<T>>();
     const int64_t lanes = kernels<VectorKernels<T>>().lanes;
-    std::vector<Tensor> kept;  // alive as long as args point into them
+    std::vector<Tensor> kept;  // keeps alive what args point into
     const auto keep = [&](const Tensor& tensor) { return kept.emplace_back(tensor).template const_data_ptr<T>(); };
     ConvChainArgs<T> args{};
     args.batch = batch;
@@ -133,7 +133,7 @@ Tensor conv_chain(const Tensor& x_, at::TensorList weights, const OptionalList& 
       layer.relu = forms.relu(i);
       layer.source = forms.source(i);
       layer.residual = forms.residual(i);
-      layer.winograd = goes_winograds_way<T>(layer.kernel, layer.stride, layer.cin, layer.cout);
+      layer.winograd = uses_winograd<T>(layer.kernel, layer.stride, layer.cin, layer.cout);
       if (layer.winograd) args.tile_channels = std::max({args.tile_channels, layer.cin, layer.cout});
       const OptionalTensor scale = scales.get(i), bias = biases.get(i);
       const int64_t matrix = layer.cin * layer.columns;

@@ -1,5 +1,5 @@
-// Convolutions one after the other, in inference: batch norm is in weights and biases, so that an image passes through
-// all of them at once and nothing but the last result leaves the cache. A convolution writes its result, with bias,
+// A chain of convolutions in inference. Batch norm is folded into weights and biases, so that an image passes through
+// all of them at once and only the last result leaves the cache. Each convolution writes its result, with bias,
 // residual and ReLU, where the next one reads it.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fastmod::cpu {
 
-// Convolutions of an image one after the other, in inference. Value 0 is x, value i the result of layer i - 1.
+// One convolution of the chain. Value 0 is x, value i the result of layer i - 1.
 template <typename T>
 struct ChainLayer {
   int64_t cin, cout, kernel, stride, columns;
@@ -16,8 +16,8 @@ struct ChainLayer {
   const T *weight, *bias;    // packed as for norm_conv; [E, cout] or null
   FASTMOD_INLINE int64_t taps() const { return winograd ? 16 : kernel * kernel; }
 };
-// Where a value [high, wide, channels] lies in the scratch of an image: in a frame of zeros, of one row or column
-// before and two after it.
+// Where a value [high, wide, channels] lies in the scratch of an image: inside a frame of zeros, with one row and
+// column before it and two after it.
 struct ChainFrame {
   int64_t channels, high, wide, at;
   FASTMOD_INLINE int64_t line() const { return (wide + 3) * channels; }
@@ -25,14 +25,14 @@ struct ChainFrame {
 };
 template <typename T>
 struct ConvChainArgs {
-  int64_t batch, experts, count, images;  // layers; images that pass each layer together, as they share its weights
-  bool shared;                            // x has no experts
+  int64_t batch, experts, count, images;  // count: layers; images: how many pass a layer together and share its weights
+  bool shared;                            // x has no dimension of experts
   const T* x;
   int64_t x_image, x_expert, x_channel, x_row, x_pixel;  // strides
   const ChainLayer<T>* layers;
   const ChainFrame* frames;  // count + 1
   int64_t frames_size;       // of the scratch of an image
-  int64_t tile_channels;     // the most of a layer that goes Winograd's way
+  int64_t tile_channels;     // the most channels of any layer that uses Winograd
   const T* gate;             // [B, E] or null
   T* y;                      // [B, E, H, W, C], with a gate [B, H, W, C]
 };
@@ -56,7 +56,7 @@ int64_t conv_chain_scratch(const ConvChainArgs<T>& args) {
   return args.images * args.frames_size + 2 * (16 * kWinogradTiles * args.tile_channels + 16);
 }
 
-// Zeros around a value.
+// Writes the zeros around a value.
 template <typename T>
 void clear_frame(const ChainFrame& frame, T* to) {
   const int64_t line = frame.line(), inside = frame.wide * frame.channels;
@@ -68,7 +68,7 @@ void clear_frame(const ChainFrame& frame, T* to) {
   std::fill(to + (frame.high + 1) * line, to + frame.size(), T(0));
 }
 
-// An image of any strides into its frame.
+// Copies an image of any strides into its frame.
 template <typename T>
 void fill_frame(const ConvChainArgs<T>& args, const T* x, T* to) {
   const ChainFrame& frame = args.frames[0];
@@ -134,7 +134,7 @@ void add_gated(const ChainFrame& frame, const T* value, T gate, bool first, T* y
     });
 }
 
-// Images group * args.images and on, through all layers of every expert.
+// Takes up to args.images images, from group * args.images on, through all layers of every expert.
 template <typename T>
 void conv_chain(const ConvChainArgs<T>& args, int64_t group, T* scratch) {
   const int64_t begin = group * args.images, end = std::min(args.batch, begin + args.images);

@@ -1,4 +1,4 @@
-// Entropy of softmax rows, for torch. A few numbers per row: plain loops in fp64.
+// The entropy of softmax rows. They have only a few numbers each, so plain loops in fp64 do.
 #include <ATen/Functions.h>
 
 #include <limits>
@@ -10,10 +10,10 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kRowsEach = 64;  // fixed pieces, so that the sum does not depend on the number of threads
+constexpr int64_t kRowsEach = 64;  // fixed, so that the sum does not depend on the number of threads
 
-// Of one row: u = largest logit - logit, so that all terms of the entropy, log(1 + sum of the others) + mean of u under
-// the softmax, are positive and none is lost near one-hot.
+// Sums of one row, in u = largest logit - logit: the entropy is log(1 + sum of the others) + mean of u under the
+// softmax. All terms are positive, so that none cancels near one-hot.
 struct Row {
   int64_t top = 0;
   double others = 0, mean = 0;  // sum of exp(-u) without the largest; mean of u
@@ -21,7 +21,7 @@ struct Row {
   template <typename T>
   Row(const T* x, int64_t count) {
     for (int64_t k = 1; k < count; ++k)
-      if (!(x[k] <= x[top]) && x[top] == x[top]) top = k;  // a NaN is the largest, and stays it
+      if (!(x[k] <= x[top]) && x[top] == x[top]) top = k;  // the first NaN counts as the largest
     double sum = 0;
     for (int64_t k = 0; k < count; ++k) {
       if (k == top && x[k] == x[k]) continue;

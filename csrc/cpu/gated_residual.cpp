@@ -7,7 +7,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kRowsEach = 1024;  // rows that one call of the kernel takes
+constexpr int64_t kRowsEach = 1024;  // rows per call of the kernel
 
 template <typename T, typename Kernel>
 void over_rows(int64_t rows, int64_t d, const Tensor& like, Kernel kernel) {

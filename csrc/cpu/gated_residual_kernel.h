@@ -31,7 +31,7 @@ namespace fastmod::cpu::FASTMOD_ISA {
 constexpr int64_t kGateChunk = 256;
 constexpr int64_t kGateTerms = 128;
 
-// sigmoid(gate) and sigmoid(-gate) of up to kGateChunk rows; 1 - sigmoid would lose digits for open gates.
+// sigmoid(gate) and sigmoid(-gate) of up to kGateChunk rows: 1 - sigmoid(gate) would lose digits for open gates.
 template <typename T>
 void open_gates(const T* gate, int64_t count, T* open, T* shut) {
   for (int64_t i = 0; i < count; i += kLanes<T>) {
@@ -64,7 +64,7 @@ void gated_residual_backward(const GatedResidualArgs<T>& args, int64_t begin, in
       const int64_t at = (first + r) * args.d;
       T sum = 0;
       for (int64_t block = 0; block < args.d; block += kGateTerms) {
-        T beside[8] = {};  // short sums side by side: a long one loses digits
+        T beside[8] = {};  // short sums side by side: a long one would lose digits
         for (int64_t i = block; i < std::min(block + kGateTerms, args.d); ++i) {
           const T grad = args.grad[at + i];
           args.grad_x[at + i] = shut[r] * grad;

@@ -5,7 +5,8 @@
 
 namespace fastmod::cpu::FASTMOD_ISA {
 
-// A(i, k) by strides: an nn.Linear weight is read as it is (forward) or transposed (backward) without packing.
+// A(i, k) by strides, so that an nn.Linear weight is read without packing, both as it is (forward) and transposed
+// (backward).
 template <typename T>
 struct Strided {
   const T* data;
@@ -24,24 +25,24 @@ struct Epilogue {
 template <typename T>
 constexpr T kSlope = T(kLeakySlope);
 
-// What a product prefetches while it computes: what its caller needs next, a cache line of each at every step (all at
-// once would wait for one another); the weights of its next rows; or nothing, as all is near.
+// What a product prefetches while it computes. kNext: what its caller needs next, one cache line of each tensor per
+// step (all at once would stall). kWeights: the weights of its next rows. kNone: nothing, as everything is in cache.
 enum class Prefetch { kNext, kWeights, kNone };
 
-// Of Prefetch::kNext. Moves on as it goes, past the end if it has more steps than there are lines.
+// Where Prefetch::kNext is. It may move past the end if there are more steps than lines.
 template <typename T>
-struct Ahead {
+struct PrefetchCursor {
   static constexpr int64_t kLine = 64 / sizeof(T);
   const T* read;
   const T* write;
 };
 
-// C[kRows, kVectors vectors] from A[kRows, k] and B[k, ...]; the last vector of C and B holds `last` columns, fewer
-// than a vector has only if kPartial. kNext: no epilogue, which in a product of a few blocks costs more than the sums.
-// kNone: no activations.
+// C[kRows, kVectors vectors] from A[kRows, k] and B[k, ...]; the last vector of C and B holds `last` columns, which is
+// a whole vector unless kPartial. kNext takes no epilogue: in a product of a few blocks it would cost more than the
+// sums. kNone takes no activations.
 template <typename T, int kRows, int kVectors, bool kPartial, Prefetch kPrefetch>
 void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int64_t c_stride, int64_t last,
-                const Epilogue<T>& epilogue, Ahead<T>* ahead) {
+                const Epilogue<T>& epilogue, PrefetchCursor<T>* cursor) {
   constexpr int lanes = kLanes<T>;
   constexpr bool kPlain = kPrefetch == Prefetch::kNext;
   Vec<T> sum[kRows][kVectors];
@@ -52,13 +53,14 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       sum[i][j] = splat(!kPlain && epilogue.bias && !epilogue.accumulate ? epilogue.bias[i] : T(0));
   constexpr int kNear = 8;  // rows that one pointer reaches by offsets that registers hold
   const T *a_row = a.data, *a_far = a.data + kNear * a.row_stride;
-  Ahead<T> next{};
-  if (kPlain) next = *ahead;
-  // Weights come from far, as an optimiser has just changed them, and in short pieces of many rows or columns, which no
-  // hardware prefetcher foresees: what the next block of rows reads at this step is fetched now. Along rows: a line of
-  // each in turn. Down columns: the next line of this one.
+  PrefetchCursor<T> next{};
+  if (kPlain) next = *cursor;
+  // Weights are rarely in cache, as an optimiser has just changed them, and no hardware prefetcher predicts short
+  // pieces of many rows or columns. So each step prefetches what the next block of rows reads at that step. Along rows:
+  // a line of each row in turn. Down columns: the next line of this one.
   const bool along = a.column_stride == 1;
-  const int64_t soon = along ? kRows * a.row_stride : 64 / int64_t(sizeof(T)), soon_stride = along ? a.row_stride : 0;
+  const int64_t distance = along ? kRows * a.row_stride : 64 / int64_t(sizeof(T));
+  const int64_t distance_stride = along ? a.row_stride : 0;
   for (int64_t p = 0; p < k; ++p) {
     Vec<T> right[kVectors];
 #pragma GCC unroll 4
@@ -70,7 +72,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       next.read += next.kLine;
       next.write += next.kLine;
     } else if (kPrefetch == Prefetch::kWeights) {
-      __builtin_prefetch(a_row + soon + (p & 7) * soon_stride);
+      __builtin_prefetch(a_row + distance + (p & 7) * distance_stride);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
@@ -82,7 +84,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
     a_far += a.column_stride;
     b += b_stride;
   }
-  if (kPlain) *ahead = next;
+  if (kPlain) *cursor = next;
   const auto finish = [&]<bool kAdd, bool kActivation>() FASTMOD_INLINE_LAMBDA {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i)
@@ -90,7 +92,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
       for (int j = 0; j < kVectors; ++j) {
         T* p = c + i * c_stride + j * lanes;
         Vec<T> v = sum[i][j];
-        // At the end: long sums are sums of parts, which rounds less than going on with the first.
+        // Last: adding up partial sums rounds less than one long running sum.
         if (kAdd) v += kPartial && j == kVectors - 1 ? load_first(p, last) : load(p);
         if (kActivation && epilogue.leaky) v = v > T(0) ? v : v * kSlope<T>;
         if (kActivation && epilogue.activation) {
@@ -101,7 +103,7 @@ void gemm_block(int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int
         else store(p, v);
       }
   };
-  // Asked once a block: a short product would spend a tenth of its time on asking again for every vector.
+  // Tested once per block: a short product would spend a tenth of its time on testing for every vector.
   const bool activation = kPrefetch == Prefetch::kWeights && (epilogue.leaky || epilogue.activation);
   const bool add = !kPlain && epilogue.accumulate;
   if (activation && add) finish.template operator()<true, true>();
@@ -116,19 +118,19 @@ constexpr int kBlockVectors = FASTMOD_VECTOR_BYTES == 64 ? 4 : 2;
 // Depth of a block of B: 64 rows of 64 floats stay in the first-level cache, 64 pages of a weight in the TLB.
 constexpr int64_t kBlockDepth = 64;
 
-// In a product of few columns as many rows as it takes to keep the units busy: sums in flight hide each other's latency.
+// A product of few columns takes more rows at a time, so that enough sums are in flight to hide their latency.
 constexpr int block_rows(int vectors) {
   if (FASTMOD_VECTOR_BYTES != 64) return vectors == 1 && FASTMOD_VECTOR_BYTES == 32 ? 8 : kBlockRows;
   return vectors == 1 ? 16 : vectors == 2 ? 8 : kBlockRows;
 }
 
-// `rows` rows in `blocks` blocks of kRows rows or a little less each: a last block of one or two would have too few
-// sums in flight.
+// `rows` rows in `blocks` blocks of kRows rows or slightly fewer each: a last block of only one or two rows would have
+// too few sums in flight.
 template <typename T, int kVectors, bool kPartial, Prefetch kPrefetch, int kRows>
 FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t blocks, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
-                              int64_t c_stride, int64_t last, Epilogue<T> epilogue, Ahead<T>* ahead) {
+                              int64_t c_stride, int64_t last, Epilogue<T> epilogue, PrefetchCursor<T>* cursor) {
   for (; rows > blocks * (kRows - 1); --blocks) {
-    gemm_block<T, kRows, kVectors, kPartial, kPrefetch>(k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
+    gemm_block<T, kRows, kVectors, kPartial, kPrefetch>(k, a, b, b_stride, c, c_stride, last, epilogue, cursor);
     rows -= kRows;
     a.data += kRows * a.row_stride;
     c += kRows * c_stride;
@@ -138,29 +140,30 @@ FASTMOD_INLINE void gemm_rows(int64_t rows, int64_t blocks, int64_t k, Strided<T
   if constexpr (kRows > 1) {
     if (rows > 0)
       gemm_rows<T, kVectors, kPartial, kPrefetch, kRows - 1>(rows, blocks, k, a, b, b_stride, c, c_stride, last,
-                                                             epilogue, ahead);
+                                                             epilogue, cursor);
   }
 }
 
-// All rows of A against the columns from `b` on, as many as the largest block has or as are left; returns how many.
+// Multiplies all rows of A with columns starting at `b`: as many as the largest block has, or as are left. Returns how
+// many.
 template <typename T, Prefetch kPrefetch, int kVectors = kBlockVectors>
 FASTMOD_INLINE int64_t gemm_panel(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride,
-                                  T* c, int64_t c_stride, const Epilogue<T>& epilogue, Ahead<T>* ahead) {
+                                  T* c, int64_t c_stride, const Epilogue<T>& epilogue, PrefetchCursor<T>* cursor) {
   constexpr int lanes = kLanes<T>;
   if constexpr (kVectors > 1) {
     if (columns <= (kVectors - 1) * lanes)
-      return gemm_panel<T, kPrefetch, kVectors - 1>(m, columns, k, a, b, b_stride, c, c_stride, epilogue, ahead);
+      return gemm_panel<T, kPrefetch, kVectors - 1>(m, columns, k, a, b, b_stride, c, c_stride, epilogue, cursor);
   }
   constexpr int kRows = kPrefetch == Prefetch::kNext ? block_rows(kVectors) : kBlockRows;
   const int64_t last = columns - (kVectors - 1) * lanes, blocks = (m + kRows - 1) / kRows;
   if (last >= lanes)
-    gemm_rows<T, kVectors, false, kPrefetch, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, lanes, epilogue, ahead);
+    gemm_rows<T, kVectors, false, kPrefetch, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, lanes, epilogue, cursor);
   else
-    gemm_rows<T, kVectors, true, kPrefetch, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, last, epilogue, ahead);
+    gemm_rows<T, kVectors, true, kPrefetch, kRows>(m, blocks, k, a, b, b_stride, c, c_stride, last, epilogue, cursor);
   return kVectors * lanes;
 }
 
-// C[m, columns] = A[m, k] B[k, columns]. The activation, if any, is readable up to whole vectors.
+// C[m, columns] = A[m, k] B[k, columns]. The activation, if any, must be readable up to whole vectors.
 template <typename T, Prefetch kPrefetch = Prefetch::kWeights>
 void gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c, int64_t c_stride,
           const Epilogue<T>& epilogue) {
@@ -182,16 +185,16 @@ void gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64
   }
 }
 
-// The same for a handful of rows and columns: no epilogue, no blocking.
+// The same for a handful of rows and columns, without epilogue and blocking.
 template <typename T>
 FASTMOD_INLINE void small_gemm(int64_t m, int64_t columns, int64_t k, Strided<T> a, const T* b, int64_t b_stride, T* c,
-                               int64_t c_stride, Ahead<T>* ahead) {
+                               int64_t c_stride, PrefetchCursor<T>* cursor) {
   for (int64_t column = 0; column < columns;)
     column += gemm_panel<T, Prefetch::kNext>(m, columns - column, k, a, b + column, b_stride, c + column, c_stride, {},
-                                          ahead);
+                                          cursor);
 }
 
-// C(i, j) = <row i of A, row j of B>: for long rows, where a transpose of B would cost more than the sums of lanes.
+// C(i, j) = <row i of A, row j of B>, for long rows: transposing B would cost more than summing lanes.
 template <typename T, int kRows, int kColumns>
 FASTMOD_INLINE void dot_block(int64_t depth, const T* a, int64_t a_stride, const T* b, int64_t b_stride, T* c,
                               int64_t c_stride) {

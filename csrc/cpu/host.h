@@ -1,4 +1,4 @@
-// What the torch-facing CPU code of every op shares: dtype choice, scratch, threads.
+// Shared by the torch-facing CPU code of all ops: choice of dtype, scratch, threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -24,7 +24,8 @@ inline at::ScalarType compute_type(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Calls of torch that change nothing still pass through its dispatcher, which a small op feels: ask first.
+// Tests the dtype first: even a conversion that changes nothing passes through torch's dispatcher, which is slow for a
+// small op.
 inline at::Tensor in_type(const at::Tensor& tensor, at::ScalarType type) {
   return tensor.scalar_type() == type ? tensor : tensor.to(type);
 }
@@ -36,8 +37,7 @@ void round_to(const at::Tensor& from, const at::Tensor& to) {
   for (int64_t i = 0; i < from.numel(); ++i) written[i] = static_cast<float>(static_cast<Low>(read[i]));
 }
 
-// `wide`, which is `tensor` in the compute dtype, rounded to `low` if that is given: in one pass where a cast and its way
-// back would be two.
+// `wide` (`tensor` in the compute dtype) rounded to `low` if that is given. One pass instead of a cast there and back.
 inline at::Tensor rounded(const at::Tensor& wide, const at::Tensor& tensor, const LowType& low) {
   if (!low || tensor.scalar_type() == *low) return wide;
   const at::Tensor from = wide.contiguous(), found = at::cpu::empty(wide.sizes(), wide.options());
@@ -45,13 +45,14 @@ inline at::Tensor rounded(const at::Tensor& wide, const at::Tensor& tensor, cons
   return found;
 }
 
-// The tensor as the kernels read it: contiguous, fp64 or fp32.
+// The tensor in the form that the kernels read: contiguous, fp64 or fp32.
 inline at::Tensor readable(const at::Tensor& tensor, const LowType& low = {}) {
   const at::Tensor wide = in_type(tensor, compute_type(tensor));
   return rounded(wide.is_contiguous() ? wide : wide.contiguous(), tensor, low);
 }
 
-// The same of a tensor with copies in front: contiguous within each, from one to the next any step, 0 where they share it.
+// The same for a tensor with copies in its first dimension. Each copy is contiguous; the stride between copies is
+// arbitrary, and 0 where all share one.
 inline at::Tensor readable_copies(const at::Tensor& tensor) {
   const at::Tensor wide = in_type(tensor, compute_type(tensor));
   int64_t step = 1;
@@ -62,12 +63,12 @@ inline at::Tensor readable_copies(const at::Tensor& tensor) {
   return wide;
 }
 
-// Past the dispatcher as well: here the device is known.
+// The device is known here, so this bypasses the dispatcher as well.
 inline at::Tensor empty_wide(at::IntArrayRef sizes, const at::Tensor& like) {
   return at::cpu::empty(sizes, like.options().dtype(compute_type(like)));
 }
 
-// Calls `body` with a float or a double that stands for the compute type.
+// Calls `body` with a float or double zero, whose type is the compute type.
 template <typename Body>
 auto with_compute_type(const at::Tensor& tensor, Body&& body) {
   return tensor.scalar_type() == at::kDouble ? body(double{}) : body(float{});
@@ -80,13 +81,14 @@ inline Routing read_routing(const OptionalTensor& tau, double tau_value, const O
   return {static_cast<Mode>(mode), value, mode == 1 ? seed->item<int64_t>() : 0};
 }
 
-// Below this many cycles, as the callers count them, a thread is not worth waking. Multiplex of 128 to 512 elements, one
-// thread against two in turns on two cores: even at 7e3 to 10e3 cycles a thread, two 1.04 to 1.24 x faster at 14e3.
+// Below this many cycles, as estimated by the callers, waking a thread does not pay. Measured with multiplex of 128 to
+// 512 elements, one thread and two in turns on two cores: even at 7e3 to 10e3 cycles per thread; at 14e3 two threads
+// are 1.04 to 1.24 x faster.
 constexpr double kCyclesPerThread = 12e3;
 
-// body(index, scratch) for every index, in parallel when the work is worth it. No result may depend on who runs what. Each
-// thread has a share, so that from one op to the next it finds in its cache what it left there, and then takes over from
-// the others: on a busy machine some are slower, and all would wait for them.
+// Calls body(index, scratch) for every index, in parallel if there is enough work. Results must not depend on which
+// thread runs what. Each thread first works on its own share, so that it finds in its cache what the op before left
+// there, and then steals work from the others: on a busy machine some threads are slower, and all would wait for them.
 template <typename T, typename Body>
 void for_each(int64_t count, double cycles_each, int64_t scratch_size, const at::Tensor& like, const Body& body) {
   const double wanted = count * cycles_each / kCyclesPerThread;

@@ -1,4 +1,4 @@
-// Images of several experts, for the torch-facing CPU code: [..., C, H, W] whose channels are innermost in memory.
+// Images of several experts in the torch-facing CPU code: [..., C, H, W] with channels innermost in memory.
 #pragma once
 
 #include <ATen/Functions.h>
@@ -10,13 +10,13 @@
 
 namespace fastmod::cpu {
 
-// As the kernels read it: [..., H, W, C], contiguous, fp64 or fp32.
+// In the form that the kernels read: [..., H, W, C], contiguous, fp64 or fp32.
 inline at::Tensor channels_last(const at::Tensor& images) {
   return readable(images.movedim(-3, -1));
 }
 
-// [..., C, H, W] of which the kernels write [..., H, W, C]; `like` gives the dtype of the sums.
-// Not a permuted view of one: autograd forbids to write in place into a view that an op of ours returns.
+// An empty [..., C, H, W] that the kernels write as [..., H, W, C]; `like` gives the dtype of the sums.
+// Not a permuted view: autograd forbids in-place writes into views returned by a custom op.
 inline at::Tensor empty_images(at::IntArrayRef sizes, const at::Tensor& like) {
   const auto rank = static_cast<int64_t>(sizes.size());
   std::vector<int64_t> strides(sizes.size());
@@ -30,7 +30,7 @@ inline at::Tensor empty_images(at::IntArrayRef sizes, const at::Tensor& like) {
   return at::cpu::empty_strided(sizes, strides, like.options().dtype(compute_type(like)));
 }
 
-// out[i] = sum over `count` rows of parts [count, size], in order whatever the number of threads.
+// out[i] = sum over `count` rows of parts [count, size], in the same order for any number of threads.
 template <typename T>
 void sum_rows(const T* parts, int64_t count, int64_t size, T* out) {
   std::vector<double> sums(size, 0.0);
@@ -39,7 +39,7 @@ void sum_rows(const T* parts, int64_t count, int64_t size, T* out) {
   for (int64_t i = 0; i < size; ++i) out[i] = static_cast<T>(sums[i]);
 }
 
-// Mean and variance from those of the images, which all have `count` values: means of equal weight, then the distances between them.
+// Mean and variance over all images from those of each image; every image has `count` values.
 template <typename T>
 void combine_stats(const T* means, const T* squares, int64_t images, int64_t channels, double count, T* mean, T* var) {
   for (int64_t c = 0; c < channels; ++c) {
@@ -55,7 +55,7 @@ void combine_stats(const T* means, const T* squares, int64_t images, int64_t cha
   }
 }
 
-// [E, cout, cin, k, k], each output times its scale [E, cout] unless that is null -> [E, k, k, cin, columns]
+// weight [E, cout, cin, k, k], each output times its scale [E, cout] unless that is null -> [E, k, k, cin, columns]
 template <typename T>
 at::Tensor packed_taps(const at::Tensor& weight, int64_t columns, const T* scale = nullptr) {
   const int64_t experts = weight.size(0), outputs = weight.size(1), inputs = weight.size(2);
@@ -76,13 +76,13 @@ at::Tensor packed_taps(const at::Tensor& weight, int64_t columns, const T* scale
   return out;
 }
 
-// fp64 stands for exactness; with few channels the transforms cost more than they save.
+// Not in fp64, which is for exactness, and not for few channels, where the transforms cost more than they save.
 template <typename T>
-bool goes_winograds_way(int64_t kernel, int64_t stride, int64_t cin, int64_t cout) {
+bool uses_winograd(int64_t kernel, int64_t stride, int64_t cin, int64_t cout) {
   return sizeof(T) == 4 && kernel == 3 && stride == 1 && cin >= 8 && cout >= 8;
 }
 
-// [E, 9, matrix] -> [E, 16, matrix], for it
+// The weights transformed for Winograd: [E, 9, matrix] -> [E, 16, matrix]
 template <typename T>
 at::Tensor winograd_taps(const at::Tensor& taps, int64_t experts, int64_t matrix) {
   const at::Tensor out = empty_wide({experts * 16 * matrix}, taps);
@@ -97,7 +97,7 @@ T* pointer(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr<T>() : nullptr;
 }
 
-// Sums over the batch of gradients [B, E, C], in the shape of the parameter: [E, C], or [1, C], then over E too.
+// Sums gradients [B, E, C] over the batch, in the shape of the parameter: [E, C], or [1, C] if also summed over E.
 template <typename T>
 at::Tensor parameter_grad(const at::Tensor& parts, const at::Tensor& parameter) {
   const at::Tensor out = at::empty(parameter.sizes(), parameter.options());

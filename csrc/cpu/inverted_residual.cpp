@@ -1,5 +1,5 @@
-// An inverted residual block in training, for torch: passes over the images (inverted_residual_kernel.h), and between them
-// what is small: statistics, squeeze-excite, the gradients of batch norms.
+// The torch-facing side of an inverted residual block in training: passes over the images (inverted_residual_kernel.h),
+// and the small steps between them: statistics, squeeze-excite, the gradients of batch norms.
 #include "cpu/small_layers.h"
 #include "cpu/inverted_residual_kernel.h"
 
@@ -8,9 +8,9 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kMostParts = 16;  // of the batch, with sums of their own: their number must not depend on the threads
+constexpr int64_t kMostParts = 16;  // parts of the batch with their own sums; must not depend on the number of threads
 
-// Where the parameters stand: weight, then weight and bias of its batch norm.
+// Positions in the list of parameters: of each weight, followed by weight and bias of its batch norm.
 struct Places {
   bool gated;
   int64_t expand = 0, depthwise = 3, squeeze = 6, excite = 9, project;
@@ -20,7 +20,7 @@ struct Places {
 template <typename T>
 struct Problem {
   Places at;
-  Tensor x;  // kept alive, like all that args point into
+  Tensor x;  // kept alive, like everything that args point into
   Norm<T> first, inner, last;
   InvertedResidualArgs<T> args{};
   int64_t parts;
@@ -48,13 +48,14 @@ struct Problem {
   }
   T* fresh(at::IntArrayRef sizes) { return keep(empty_wide(sizes, x)).template data_ptr<T>(); }
 
-  // What both directions need once the statistics are there.
+  // What both directions need once the statistics are known.
   void set_norms(at::TensorList params) {
     for (Norm<T>* norm : {&first, &inner, &last}) norm->set_scale();
     args.expand = keep(padded<T>(readable(params[0]).reshape({args.tasks, args.expanded, args.channels}), args.expanded,
                                  args.channels, args.columns, true, nullptr))
                       .template const_data_ptr<T>();
-    // Not into the weights: rounded there, it would be the same error in every pixel, which sums do not level out.
+    // Not folded into the weights: rounding there would make the same error in every pixel, and sums would not average
+    // it out.
     args.expand_scale = first.scale.template const_data_ptr<T>();
     args.expand_bias = first.bias.template const_data_ptr<T>();
     args.inner_scale = inner.scale.template const_data_ptr<T>();
@@ -85,14 +86,14 @@ struct Problem {
                   body(part, part * args.batch / parts, (part + 1) * args.batch / parts, unit / parts, scratch);
                 });
   }
-  // Sums of all parts into the first.
+  // Adds the sums of all parts into the first.
   void add_parts(T* sums, int64_t size) const {
     for (int64_t part = 1; part < parts; ++part)
       for (int64_t i = 0; i < size; ++i) sums[i] += sums[part * size + i];
   }
 };
 
-// Mean and variance of the expansion from those of its input: w . mean, w' covariance w.
+// Mean and variance of the expansion, computed from those of its input: w . mean, w' covariance w.
 template <typename T>
 void expanded_stats(Problem<T>& problem, const Tensor& weight, const T* moments) {
   const auto& args = problem.args;
@@ -114,8 +115,8 @@ void expanded_stats(Problem<T>& problem, const Tensor& weight, const T* moments)
     }
 }
 
-// -> y, [3, T, channels of all norms]: means, variances and those with Bessel's correction; what the backward needs:
-// inner, projected, moments [T, 1 + C, C] and with squeeze-excite pool, squeezed, excited, gate.
+// -> y; [3, T, channels of all norms]: means, variances, and variances with Bessel's correction; tensors for the
+// backward: inner, projected, moments [T, 1 + C, C], and with squeeze-excite pool, squeezed, excited, gate.
 std::tuple<Tensor, Tensor, std::vector<Tensor>> inverted_residual_forward(const Tensor& x, at::TensorList params,
                                                                            double eps) {
   check_inverted_residual(x, params);
@@ -214,7 +215,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> inverted_residual_forward(const 
   });
 }
 
-// -> gradients of x (empty if not needed) and of the parameters.
+// -> gradients of x (empty if not needed) and the parameters.
 std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor& x, at::TensorList params, double eps,
                                                const Tensor& stats, at::TensorList saved, bool need_x) {
   check_inverted_residual(x, params);
@@ -300,7 +301,7 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
     const int64_t pool_size = tasks * batch * expanded;
     Tensor pool_grad;
     if (at.gated) {
-      T* of_gate = args.inner_sums;  // becomes that of the sigmoid's input
+      T* of_gate = args.inner_sums;  // becomes the gradient of the sigmoid's input
       for (int64_t i = 0; i < pool_size; ++i) of_gate[i] *= args.gate[i] * (1 - args.gate[i]);
       const Tensor& active = saved[7];
       auto [of_active, excite_weight, excite_scale, excite_bias] =
@@ -355,7 +356,7 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
       const T *w = expand.const_data_ptr<T>() + t * expanded * channels, *products_of = args.grad_expand + t * matrix;
       const T* covariance = moments + (t * (1 + channels) + 1) * channels;
       const auto sums = batch_sums(args.expand_sums + t * expanded, batch, tasks * expanded, expanded);
-      std::vector<double> products(expanded, 0.0);  // with the centred expansion, which is w times the centred input
+      std::vector<double> products(expanded, 0.0);  // with the centred expansion (w times the centred input)
       for (int64_t m = 0; m < expanded; ++m)
         for (int64_t i = 0; i < channels; ++i) products[m] += double(products_of[i * args.columns + m]) * w[m * channels + i];
       problem.first.backward(t, sums.data(), products.data(), of_norm.data(), out(1), out(2));

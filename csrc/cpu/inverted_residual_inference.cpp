@@ -1,4 +1,5 @@
-// An inverted residual block with given statistics, for torch; the work is in inverted_residual_inference_kernel.h.
+// The torch-facing side of an inverted residual block with given statistics; the work is in
+// inverted_residual_inference_kernel.h.
 #include "cpu/small_layers.h"
 #include "cpu/inverted_residual_inference_kernel.h"
 
@@ -7,7 +8,7 @@ namespace {
 
 using at::Tensor;
 
-// Tensors that live as long as the call, and pointers into them.
+// Keeps tensors alive during the call and hands out pointers into them.
 template <typename T>
 class Kept {
  public:
@@ -20,7 +21,7 @@ class Kept {
   std::vector<Tensor> tensors_;
 };
 
-// A batch norm whose statistics are known: scale * value + bias.
+// A batch norm with known statistics: scale * value + bias.
 template <typename T>
 void folded(at::TensorList params, at::TensorList stats, int64_t at, double eps, Kept<T>& keep, const T*& scale,
             const T*& bias) {

@@ -1,5 +1,5 @@
-// An inverted residual block with given statistics: every batch norm is a scale and a bias, so that an image passes through
-// the whole block at once and no expanded tensor leaves the cache.
+// An inverted residual block with given statistics: every batch norm is a scale and a bias, so that an image passes
+// through the whole block at once and no expanded tensor leaves the cache.
 #pragma once
 
 #include "cpu/inverted_residual_kernel.h"
@@ -26,7 +26,7 @@ FASTMOD_INLINE void affine_row(int64_t count, const T* scale, const T* bias, T* 
   });
 }
 
-// The mean over the pixels of relu(scale * z + bias), which is written over z [P, M].
+// Overwrites z [P, M] with relu(scale * z + bias) and computes its mean over the pixels.
 template <typename T>
 void normalise_and_pool(const InvertedResidualArgs<T>& args, int64_t task, T* z, T* mean) {
   const int64_t expanded = args.expanded, size = args.pixels() * expanded;
@@ -49,7 +49,7 @@ void normalise_and_pool(const InvertedResidualArgs<T>& args, int64_t task, T* z,
   });
 }
 
-// z *= sigmoid(excite(relu(squeeze(mean)))); `mean` is written over.
+// z *= sigmoid(excite(relu(squeeze(mean)))); overwrites `mean`.
 template <typename T>
 void squeeze_excite(const InvertedResidualArgs<T>& args, int64_t task, T* z, T* mean, T* squeezed) {
   const int64_t expanded = args.expanded, size = args.pixels() * expanded, narrow = args.squeezed;

@@ -1,19 +1,19 @@
-// The passes of an inverted residual block in training, of images [P, C] with M expanded channels.
+// The passes of an inverted residual block in training, for images [P, C] with M expanded channels.
 //
-// Of the expanded tensors only the output of the depthwise convolution ever reaches memory. What comes before it is
-// computed again in the backward from the narrow input: kExpanded channels of an image at a time stay in L1.
+// The only expanded tensor that reaches memory is the output of the depthwise convolution. What comes before it is
+// recomputed in the backward from the narrow input: kExpanded channels of an image at a time stay in L1.
 #pragma once
 
 #include "cpu/kernels.h"
 
 namespace fastmod::cpu {
 
-// An inverted residual block, of images [B, T, H * W, C] with M expanded channels. Scales are those of the
-// batch norms, weight / sqrt(var + eps).
+// An inverted residual block, for images [B, T, H * W, C] with M expanded channels. The scales are those of the batch
+// norms: weight / sqrt(var + eps).
 template <typename T>
 struct InvertedResidualArgs {
   int64_t batch, tasks, channels, expanded, high, wide;
-  int64_t narrow_columns, columns;  // of packed weights: C and M, up to whole vectors
+  int64_t narrow_columns, columns;  // of packed weights: C and M, rounded up to whole vectors
   FASTMOD_INLINE int64_t pixels() const { return high * wide; }
   const T* x;
   const T* middle;                            // [T, C], the mean of x
@@ -76,12 +76,12 @@ struct InvertedResidualKernels {
 namespace fastmod::cpu::FASTMOD_ISA {
 
 constexpr int64_t kExpanded = 32;
-// Pixels whose products one sum holds: longer sums lose digits.
+// Pixels per sum of products: longer sums would lose digits.
 constexpr int64_t kProductPixels = 128;
 
 template <typename T>
 struct InvertedResidualScratch {
-  int64_t line;  // of a padded image: elements from one row to the next
+  int64_t line;  // elements from one row of a padded image to the next
   int64_t narrow = 0, centred = 0, wide = 0, gated = 0, padded = 0, grads = 0, all = 0, row = 0, size = 0;
   explicit InvertedResidualScratch(const InvertedResidualArgs<T>& args) : line((args.wide + 2) * kExpanded) {
     const auto take = [&](int64_t count) {
@@ -91,11 +91,11 @@ struct InvertedResidualScratch {
     };
     narrow = take(args.pixels() * args.channels);
     centred = take(args.pixels() * args.channels);
-    wide = take(args.pixels() * kExpanded);  // of some expanded channels
+    wide = take(args.pixels() * kExpanded);  // one group of expanded channels
     gated = take(args.pixels() * kExpanded);
     padded = take((args.high + 2) * line);  // the same with a frame of zeros
     grads = take((args.high + 2) * line);
-    all = take(args.pixels() * args.expanded);  // of all expanded channels
+    all = take(args.pixels() * args.expanded);  // all expanded channels
     row = take(args.columns + args.squeeze_columns);
   }
 };
@@ -104,7 +104,7 @@ int64_t inverted_residual_scratch(const InvertedResidualArgs<T>& args) {
   return InvertedResidualScratch<T>(args).size;
 }
 
-// body(first, width) for every group of expanded channels.
+// Calls body(first, width) for every group of expanded channels.
 template <typename T, typename Body>
 FASTMOD_INLINE void by_groups(const InvertedResidualArgs<T>& args, const Body& body) {
   for (int64_t m = 0; m < args.expanded; m += kExpanded) body(m, std::min(kExpanded, args.expanded - m));
@@ -137,7 +137,7 @@ void multiply(int64_t pixels, int64_t depth, const T* source, const T* weight, i
   conv_row<T>(pixels, width, columns, &run, 1, source, depth, out, out_stride, nullptr, repeat);
 }
 
-// The same of dense rows, for the table.
+// The same for dense rows, for the table of kernels.
 template <typename T>
 void multiply_rows(int64_t rows, int64_t depth, const T* source, const T* weight, int64_t columns, int64_t width, T* out) {
   multiply<T>(rows, depth, source, weight, columns, width, out, width);
@@ -148,16 +148,16 @@ void add_row_products(int64_t rows, int64_t depth, const T* source, const T* gra
   add_products<T>(rows, depth, source, grad, width, width, sums, columns);
 }
 
-// The part of a tensor that a group's work can ask for beforehand: of the next image, as long as there is one.
+// The part of the next image, if there is one, that is prefetched while this group of channels is computed.
 template <typename T>
-ConvRepeat<T> ask_next(const T* next, const InvertedResidualArgs<T>& args, int64_t m, int64_t width) {
+ConvRepeat<T> prefetch_next(const T* next, const InvertedResidualArgs<T>& args, int64_t m, int64_t width) {
   ConvRepeat<T> repeat;
-  repeat.soon.read[0] = next ? next + m * args.pixels() : nullptr;
-  repeat.soon.read_size = width * args.pixels();
+  repeat.next.read[0] = next ? next + m * args.pixels() : nullptr;
+  repeat.next.read_size = width * args.pixels();
   return repeat;
 }
 
-// relu of the expanded and normalised input, `width` channels from m on, into the padded image.
+// Writes relu of the expanded, normalised input, `width` channels from m on, into the padded image.
 template <typename T>
 void expand_group(const InvertedResidualArgs<T>& args, int64_t task, const T* narrow, int64_t m, int64_t width, T* wide,
                   T* padded, int64_t line, const ConvRepeat<T>& repeat = {}) {
@@ -184,7 +184,7 @@ void inverted_residual_mean(const InvertedResidualArgs<T>& args, int64_t image, 
   pixel_stats(args.x + at * args.pixels(), args.pixels(), args.channels, args.unit_mean + at, args.unit_square + at);
 }
 
-// Of images begin .. end - 1: sums of products of the centred channels.
+// Images begin .. end - 1: sums of products of the centred channels.
 template <typename T>
 void inverted_residual_covariance(const InvertedResidualArgs<T>& args, int64_t part, int64_t begin, int64_t end,
                                   int64_t task, T* scratch) {
@@ -198,7 +198,7 @@ void inverted_residual_covariance(const InvertedResidualArgs<T>& args, int64_t p
   }
 }
 
-// Expand, batch norm, ReLU and the depthwise convolution, with the statistics of the image.
+// Expansion, batch norm, ReLU and depthwise convolution of an image, and the statistics of the result.
 template <typename T>
 void inverted_residual_expand(const InvertedResidualArgs<T>& args, int64_t image, int64_t task, T* scratch) {
   const InvertedResidualScratch<T> at(args);
@@ -209,8 +209,8 @@ void inverted_residual_expand(const InvertedResidualArgs<T>& args, int64_t image
   centre(args, image, task, scratch + at.narrow);
   by_groups(args, [&](int64_t m, int64_t width) {
     ConvRepeat<T> repeat;
-    repeat.soon.write = y + m * args.pixels();
-    repeat.soon.write_size = width * args.pixels();
+    repeat.next.write = y + m * args.pixels();
+    repeat.next.write_size = width * args.pixels();
     expand_group(args, task, scratch + at.narrow, m, width, scratch + at.wide, padded, at.line, repeat);
     Tap<T> taps[9];
     for (int64_t t = 0; t < 9; ++t) taps[t] = {t / 3 * at.line + t % 3 * kExpanded, weight + t * args.columns + m};
@@ -222,7 +222,7 @@ void inverted_residual_expand(const InvertedResidualArgs<T>& args, int64_t image
               args.unit_square + index * args.expanded);
 }
 
-// What batch norm makes of the depthwise convolution's output, and what the backward wants to know of it.
+// The batch norm behind the depthwise convolution, for the forward and the backward.
 template <typename T>
 struct InnerNorm {
   Vec<T> scale, mean, bias;
@@ -234,7 +234,8 @@ struct InnerNorm {
   FASTMOD_INLINE Vec<T> relu(Vec<T> centred) const { return maximum<T>(scale * centred + bias, Vec<T>{}); }
 };
 
-// Of an image: the mean of the activation, the share of pixels where it is not 0, and the mean of what is centred there.
+// Per image: the mean of the activation, the fraction of pixels where it is not 0, and the mean of the centred values
+// there.
 template <typename T>
 void inverted_residual_pool(const InvertedResidualArgs<T>& args, int64_t image, int64_t task) {
   const int64_t size = args.pixels() * args.expanded, total = args.batch * args.tasks * args.expanded;
@@ -266,7 +267,7 @@ void inverted_residual_pool(const InvertedResidualArgs<T>& args, int64_t image, 
   });
 }
 
-// The gated activation projected, with the statistics of the image.
+// Projects the gated activation of an image, and computes the statistics of the result.
 template <typename T>
 void inverted_residual_project(const InvertedResidualArgs<T>& args, int64_t image, int64_t task, T* scratch) {
   const InvertedResidualScratch<T> at(args);
@@ -280,7 +281,7 @@ void inverted_residual_project(const InvertedResidualArgs<T>& args, int64_t imag
     for (int64_t p = m; p < size; p += args.expanded)
       store_lanes(z + p, norm.relu(load_lanes(from + p, left) - norm.mean) * factor, left);
   });
-  if (image + 1 < args.batch) prefetch<0>(from + args.tasks * size, size);  // all of it, as it is read in no order
+  if (image + 1 < args.batch) prefetch<0>(from + args.tasks * size, size);  // all of it: it is not read in order
   multiply(args.pixels(), args.expanded, z, args.project + task * args.expanded * args.narrow_columns,
            args.narrow_columns, args.channels, y, args.channels);
   const int64_t unit = index * args.channels;
@@ -303,7 +304,7 @@ void inverted_residual_sum(const InvertedResidualArgs<T>& args, int64_t image, i
 
 // ---- backward
 
-// Sums of the gradient, alone and times the centred projection: those of the last batch norm.
+// Sums for the last batch norm: of the gradient, and of the gradient times the centred projection.
 template <typename T>
 void inverted_residual_grad_sums(const InvertedResidualArgs<T>& args, int64_t image, int64_t task) {
   const int64_t channels = args.channels, size = args.pixels() * channels, index = image * args.tasks + task;
@@ -330,7 +331,7 @@ void inverted_residual_grad_sums(const InvertedResidualArgs<T>& args, int64_t im
   });
 }
 
-// What a batch norm makes of a gradient, from factors [3, channels] that inverted_residual.cpp computes.
+// A gradient's way back through a batch norm, by factors [3, channels] that inverted_residual.cpp computes.
 template <typename T>
 struct NormGrad {
   Vec<T> scale, mean, slope;
@@ -343,7 +344,7 @@ struct NormGrad {
   }
 };
 
-// The gradient of the projection, before its batch norm: [P, C].
+// The gradient of the projection before its batch norm: [P, C].
 template <typename T>
 void fill_projected_grad(const InvertedResidualArgs<T>& args, int64_t image, int64_t task, T* to) {
   const int64_t channels = args.channels, size = args.pixels() * channels, at = (image * args.tasks + task) * size;
@@ -357,7 +358,7 @@ void fill_projected_grad(const InvertedResidualArgs<T>& args, int64_t image, int
   });
 }
 
-// Images begin .. end - 1: the gradient of the projection's weight, of the gate, and what the second batch norm needs.
+// Images begin .. end - 1: gradients of the projection's weight and of the gate, and sums for the second batch norm.
 template <typename T>
 void inverted_residual_project_grad(const InvertedResidualArgs<T>& args, int64_t part, int64_t begin, int64_t end,
                                     int64_t task, T* scratch) {
@@ -375,7 +376,7 @@ void inverted_residual_project_grad(const InvertedResidualArgs<T>& args, int64_t
     const T* gate = args.gate ? args.gate + unit : nullptr;
     by_groups(args, [&](int64_t m, int64_t width) {
       multiply(pixels, args.channels, narrow, args.project_grad_weight + task * matrix + m, args.columns, width, wide,
-               kExpanded, ask_next(next, args, m, width));
+               kExpanded, prefetch_next(next, args, m, width));
       by_vectors<T>(width, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
         const InnerNorm<T> norm(args, task, m + c, left);
         const Vec<T> factor = gate ? load_lanes(gate + m + c, left) : splat(T(1));
@@ -408,7 +409,8 @@ void inverted_residual_project_grad(const InvertedResidualArgs<T>& args, int64_t
   }
 }
 
-// Images begin .. end - 1: from the gradient of the projection through the depthwise convolution to the expansion.
+// Images begin .. end - 1: backward from the gradient of the projection through the depthwise convolution to the
+// expansion.
 template <typename T>
 void inverted_residual_expand_grad(const InvertedResidualArgs<T>& args, int64_t part, int64_t begin, int64_t end,
                                    int64_t task, T* scratch) {
@@ -433,7 +435,7 @@ void inverted_residual_expand_grad(const InvertedResidualArgs<T>& args, int64_t 
     const T* gate = args.gate ? args.gate + unit : nullptr;
     by_groups(args, [&](int64_t m, int64_t width) {
       multiply(pixels, args.channels, narrow, args.project_grad_weight + task * matrix + m, args.columns, width, wide,
-               kExpanded, ask_next(next, args, m, width));
+               kExpanded, prefetch_next(next, args, m, width));
       by_vectors<T>(width, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
         const InnerNorm<T> norm(args, task, m + c, left);
         const Vec<T> factor = gate ? load_lanes(gate + m + c, left) : splat(T(1));
@@ -453,7 +455,7 @@ void inverted_residual_expand_grad(const InvertedResidualArgs<T>& args, int64_t 
       for (int64_t y = 0; y < args.high; y += band)
         depthwise_grad<T>(std::min(band, args.high - y), args.wide, width, 3, padded + y * at.line, inside + y * at.line,
                           {kExpanded, kExpanded, at.line, at.line, kExpanded, at.line}, of_taps + m, args.columns);
-      Tap<T> taps[9];  // each pixel of the input meets them in reverse
+      Tap<T> taps[9];  // in reverse order, as a pixel of the input sees them
       for (int64_t t = 0; t < 9; ++t)
         taps[t] = {t / 3 * at.line + t % 3 * kExpanded, weight + (8 - t) * args.columns + m};
       for (int64_t y = 0; y < args.high; ++y)
@@ -483,7 +485,8 @@ void inverted_residual_expand_grad(const InvertedResidualArgs<T>& args, int64_t 
   }
 }
 
-// Adds to the gradient of the input: that of the sum, and what passes through the statistics of the expansion.
+// Adds to the gradient of the input: the gradient of the residual sum, and what comes back through the statistics of
+// the expansion.
 template <typename T>
 void inverted_residual_input_grad(const InvertedResidualArgs<T>& args, int64_t image, int64_t task, T* scratch) {
   const InvertedResidualScratch<T> at(args);
@@ -519,8 +522,8 @@ FASTMOD_KERNELS(InvertedResidualKernels, .scratch = inverted_residual_scratch<T>
 
 namespace fastmod {
 
-// params: expand [T, M, C], depthwise [T, M, 3, 3], perhaps squeeze [T, R, M] and excite [T, M, R], project [T, C, M], each
-// followed by weight and bias of its batch norm.
+// params: expand [T, M, C], depthwise [T, M, 3, 3], optionally squeeze [T, R, M] and excite [T, M, R], project
+// [T, C, M], each followed by weight and bias of its batch norm.
 inline void check_inverted_residual(const at::Tensor& x, at::TensorList params, bool training = true) {
   check_float(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 5 && x.size(1) > 0 && x.size(2) > 0 && x.size(3) > 0 && x.size(4) > 0,
@@ -538,7 +541,7 @@ inline void check_inverted_residual(const at::Tensor& x, at::TensorList params, 
   const int64_t tasks = x.size(1), channels = x.size(2), expanded = params[0].size(1);
   TORCH_CHECK_VALUE(!training || x.size(0) != 1, "x: expected more than 1 value per channel, got ", x.sizes());
   const auto check = [&](size_t at, at::IntArrayRef sizes) {
-    int64_t count = 1;  // sizes of 1 stand where convolutions have them
+    int64_t count = 1;  // compared by count, as convolution weights may have extra sizes of 1
     for (const int64_t size : sizes) count *= size;
     TORCH_CHECK_VALUE(params[at].dim() >= 3 && params[at].sizes().slice(0, 2) == sizes.slice(0, 2) &&
                           params[at].numel() == count,

@@ -1,4 +1,4 @@
-// Picks the kernels at run time, so that one build runs everywhere.
+// Picks the kernels at run time, so that one build runs on every machine.
 #include <atomic>
 #include <cstring>
 

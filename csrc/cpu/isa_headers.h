@@ -1,5 +1,6 @@
-// What the kernels use. An isa_*.cpp file includes it before it switches its target on, so that standard inline
-// functions stay baseline code, then defines FASTMOD_ISA and FASTMOD_VECTOR_BYTES and includes every *_kernel.h.
+// The headers that the kernels use. An isa_*.cpp includes them before it switches to its target, so that standard
+// inline functions stay baseline code. Then it defines FASTMOD_ISA and FASTMOD_VECTOR_BYTES and includes every
+// *_kernel.h.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,7 @@
-// What the CPU kernels share: plain functions on raw pointers, torch-free, compiled once per instruction set. An op has
-// its own in a *_kernel.h: the struct of their arguments and a table of them; then, `#ifdef FASTMOD_ISA`, what isa_*.cpp
-// compile; else its check, for the torch-facing code. isa.cpp picks the instruction set at run time.
+// Shared by all CPU kernels: plain functions on raw pointers, without torch, compiled once per instruction set. An op's
+// kernels are in its *_kernel.h: first the struct of arguments and the table of kernels; then, `#ifdef FASTMOD_ISA`,
+// the kernels, which isa_*.cpp compile; else the op's check, for the torch-facing code. isa.cpp picks the instruction
+// set at run time.
 //
 // An MFNNR works on tiles of kTile batch elements in "batch-last" layout: a row is one feature, its kTile columns are
 // the batch elements. Every vector then holds one feature of many elements, so odd block sizes waste no lanes, a
@@ -31,12 +32,12 @@ struct BlockSizes {
 
 enum class Isa { baseline, avx2, avx512 };
 
-Isa isa();                       // the one in force
-Isa best_isa();                  // the best that this machine runs
+Isa isa();                       // the one in use
+Isa best_isa();                  // the best one that this machine runs
 const char* name_of(Isa isa);
 bool set_isa(const char* name);  // for tests; false when unknown or not supported here
 
-// A table of kernels as each of them has it; defined in vec.h, for the tables that FASTMOD_KERNELS fills.
+// The table of kernels for each instruction set; defined in vec.h for the tables that FASTMOD_KERNELS fills.
 namespace baseline {
 template <typename Table>
 const Table& compiled();
@@ -52,7 +53,7 @@ const Table& compiled();
 }
 #endif
 
-// What the torch-facing code of an op foo calls them by: kernels<FooKernels<T>>().forward(...)
+// How the torch-facing code of an op calls its kernels: kernels<FooKernels<T>>().forward(...)
 template <typename Table>
 const Table& kernels() {
 #if defined(__x86_64__)
@@ -65,16 +66,16 @@ const Table& kernels() {
   return baseline::compiled<Table>();
 }
 
-// The last line of a *_kernel.h: fills its table, for one instruction set and both types. Nothing of it runs when the
-// library is loaded, which might be on a machine without that instruction set.
+// The last line of a *_kernel.h: fills its table for one instruction set and both types. It must not run code when the
+// library is loaded, as the machine may not have that instruction set.
 #define FASTMOD_KERNELS(Table, ...)                      \
   template <typename T>                                  \
   constexpr Table<T> filled<Table<T>>{__VA_ARGS__};      \
   template const Table<float>& compiled<Table<float>>(); \
   template const Table<double>& compiled<Table<double>>()
 
-// What a *_kernel.h defines outside of namespace FASTMOD_ISA needs it: of an ordinary function isa_*.cpp would each make a
-// copy, in their instruction set, of which the linker keeps one for all.
+// Required for functions that a *_kernel.h defines outside of namespace FASTMOD_ISA. Of an ordinary function each
+// isa_*.cpp would make a copy in its own instruction set, and the linker would keep one of them for all.
 #define FASTMOD_INLINE inline __attribute__((always_inline))
 #define FASTMOD_INLINE_LAMBDA __attribute__((always_inline))
 

@@ -1,4 +1,4 @@
-// Linear layers under sampled masks, for torch; the work is in masked_linear_kernel.h.
+// The torch-facing side of linear layers under sampled masks; the work is in masked_linear_kernel.h.
 #include <ATen/Functions.h>
 
 #include "cpu/masks.h"
@@ -9,7 +9,7 @@
 namespace fastmod::cpu {
 namespace {
 
-constexpr int64_t kInputUnits = 16;  // of the gradient of x, at least
+constexpr int64_t kInputUnits = 16;  // least number of units of work for the gradient of x
 
 int64_t parts(int64_t size, int64_t each) { return (size + each - 1) / each; }
 
@@ -24,7 +24,7 @@ MaskedLinearArgs<T> linear_args(const Tensor& x, const Tensor& weight, const Ten
   return args;
 }
 
-// [S, rows, in] as tiles of kTile rows, each transposed: products then need no other packing.
+// [S, rows, in] as tiles of kTile rows, each transposed, so that products need no other packing.
 template <typename T>
 Tensor transposed_tiles(const Tensor& x, const MaskedLinearArgs<T>& args) {
   const Tensor turned = at::empty_like(x);
@@ -90,7 +90,7 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
   }
   const auto [need_x, need_weight, need_logits] = needs;
   const int64_t batch = leading_size(x, 1), out = weight.size(0), in = weight.size(1);
-  std::vector<Tensor> result;  // empty where not needed, and no two the same: results of an op must not share memory
+  std::vector<Tensor> result;  // empty where not needed; separate tensors, as results of an op must not share memory
   for (int i = 0; i < 3; ++i) result.push_back(at::empty({0}, x.options()));
   const Tensor g = readable(grad), xr = readable(x, low), w = readable(weight, low), l = readable(logits, low);
   const bool empty = batch == 0 || out == 0 || in == 0;
@@ -110,8 +110,8 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
       args.grad = g.const_data_ptr<T>();
       args.grad_logits = pointer(grad_logits);
       args.grad_weight = pointer(grad_weight);
-      // The gradient of x is computed apart, from masks that are kept as bits: parts of the weight would each have a
-      // sum of their own of it.
+      // The gradient of x is computed separately, from masks stored as bits: otherwise each part of the weight would
+      // need its own sum of it.
       const Tensor kept =
           at::cpu::empty({need_x ? samples * out * parts(in, kernels<VectorKernels<T>>().lanes) : 0}, at::kShort);
       args.kept = need_x ? reinterpret_cast<uint16_t*>(kept.data_ptr<int16_t>()) : nullptr;
@@ -123,7 +123,7 @@ std::vector<Tensor> masked_linear_backward(const Tensor& grad, const Tensor& x, 
           has_nan.store(true, std::memory_order_relaxed);
       });
       args.has_nan = has_nan;
-      // No result depends on which samples share a unit: all, so that the weight is read once, if units are many.
+      // Results do not depend on which samples share a unit. With enough units all do, so that the weight is read once.
       const int64_t panels = parts(in, kernel.panel), shares = std::min(samples, parts(kInputUnits, panels));
       const double each = double(out) * kernel.panel * samples / shares * (0.3 + args.rows / 28.0);
       for_each<T>(need_x ? panels * shares : 0, each, kernel.panel_scratch, x, [&](int64_t unit, T* scratch) {

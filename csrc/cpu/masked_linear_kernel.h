@@ -1,13 +1,13 @@
-// Products with masked weights: a piece of the weight is masked in cache and multiplied at once, so that no masked copy
-// of the whole ever exists.
+// Products with masked weights. A piece of the weight is masked in cache and multiplied immediately, so that there is
+// never a masked copy of the whole weight.
 #pragma once
 
 #include "cpu/sample_mask_kernel.h"
 
 namespace fastmod::cpu {
 
-// A product with a masked weight takes so many of its rows at a time, and MaskedLinearKernels::columns of its columns:
-// what is made of them stays in cache.
+// Rows of the weight that a product takes at a time, with MaskedLinearKernels::columns of its columns, so that the
+// masked piece stays in cache.
 constexpr int64_t kMaskedRows = 24;
 
 // A linear layer under masks.
@@ -21,11 +21,11 @@ struct MaskedLinearArgs {
   T* result;                     // [S, rows, out], forward only
   const T* grad;                 // [S, rows, out], backward only
   T *grad_logits, *grad_weight;  // [out, in] or null
-  uint16_t* kept;                // [S, out, vectors of in], a bit a mask: what masked_linear_input_grad reads, or null
-  bool has_nan;                  // whether a logit is NaN, for it too
+  uint16_t* kept;                // [S, out, vectors of in], a bit per mask, for masked_linear_input_grad, or null
+  bool has_nan;                  // whether a logit is NaN, for masked_linear_input_grad as well
 };
 
-// What one call of masked_linear_input_grad takes: all rows of a weight, some of its columns, some samples.
+// The work of one call of masked_linear_input_grad: all rows of a weight, some of its columns, some samples.
 template <typename T>
 struct MaskedPanelUnit {
   int64_t column, first_sample, end_sample;
@@ -37,9 +37,9 @@ struct MaskedLinearKernels {
   int64_t columns;
   int64_t (*scratch)(const MaskedLinearArgs<T>&);
   void (*forward)(const MaskedLinearArgs<T>&, int64_t block, T* scratch);
-  // Rows of the weight block * kMaskedRows and on, `columns` of their columns; returns whether a logit is NaN
+  // Handles the weight's rows from block * kMaskedRows on, `columns` of their columns; returns whether a logit is NaN.
   bool (*weight_grad)(const MaskedLinearArgs<T>&, int64_t block, int64_t column, T* scratch);
-  int64_t panel, panel_scratch;  // columns that one call takes
+  int64_t panel, panel_scratch;  // columns per call
   void (*input_grad)(const MaskedLinearArgs<T>&, const MaskedPanelUnit<T>&, T* scratch);
 };
 
@@ -51,15 +51,15 @@ struct MaskedLinearKernels {
 
 namespace fastmod::cpu::FASTMOD_ISA {
 
-// Columns of a piece: whole batches of noise, and few enough that a second-level cache of 512 KiB has room for x and
-// its gradient too.
+// Columns of a piece: whole batches of noise, but few enough that x and its gradient also fit a second-level cache of
+// 512 KiB.
 constexpr int64_t kMaskedColumns = FASTMOD_VECTOR_BYTES == 64 ? 4 * kNoiseBatch : 192;
 static_assert(kMaskedColumns % kNoiseBatch == 0);
 
-// A piece of the weight under one sample after the other: kMaskedRows rows of kMaskedColumns columns at most.
+// A piece of the weight, at most kMaskedRows x kMaskedColumns, under one sample after the other.
 template <typename T>
 struct MaskedPiece {
-  // Whole cache lines, and not a power of two of them: rows that lie so apart would meet in the same few places.
+  // A whole number of cache lines but not a power of two of them: rows would then compete for the same cache sets.
   static constexpr int64_t kStride = kMaskedColumns + 64 / sizeof(T);
   static constexpr int64_t kSize = kMaskedRows * kStride;
   const MaskedLinearArgs<T>& args;
@@ -85,11 +85,11 @@ struct MaskedPiece {
                                   slopes ? decay + r * kStride : nullptr);
   }
 
-  // Where a row of the piece begins in the weight.
+  // Offset of a row of the piece in the weight.
   int64_t place(int64_t r) const { return (first + r) * args.in + column; }
 
-  // The piece under the masks of a sample, if wanted, and what the sample adds to the gradients. Each sample asks for its
-  // share of the piece that begins `ahead` weights later.
+  // Draws the masks of a sample: writes the masked piece if `masks`, and adds what the sample contributes to the
+  // gradients. Each sample prefetches its share of the piece that begins `ahead` weights later.
   void draw(int64_t sample, bool masks, int64_t ahead) const {
     for (int64_t r = 0; r < count; ++r) {
       MaskRun<T> run{.sample = sample, .begin = place(r), .count = columns, .off = off + r * kStride,
@@ -102,10 +102,10 @@ struct MaskedPiece {
       run.grad = outer + r * kStride;
       run.grad_logits = grad_logits ? grad_logits + r * kStride : nullptr;
       run.grad_weight = grad_weight ? grad_weight + r * kStride : nullptr;
-      if (const int64_t soon = place(r) + ahead; soon < args.mask.count) {
+      if (const int64_t next = place(r) + ahead; next < args.mask.count) {
         const int64_t part = sample * columns / args.mask.samples;
-        run.soon_logits = args.mask.logits + soon + part;
-        run.soon_weight = args.mask.weight + soon + part;
+        run.next_logits = args.mask.logits + next + part;
+        run.next_weight = args.mask.weight + next + part;
       }
       mask_run<T>(args.mask, keys, run);
     }
@@ -125,13 +125,14 @@ struct MaskedPiece {
   }
 };
 
-// A piece, and of its rows the results, for every sample and tile [kMaskedRows, rows of the tile], or their gradient
+// Room for a piece, and for the results of its rows (or their gradient): [kMaskedRows, rows of the tile] for every
+// sample and tile.
 template <typename T>
 int64_t masked_linear_scratch(const MaskedLinearArgs<T>& args) {
   return MaskedPiece<T>::kScratch + kMaskedRows * args.mask.samples * args.rows;
 }
 
-// Rows block * kMaskedRows and on of the weight, against all of x.
+// Multiplies the weight's rows from block * kMaskedRows on with all of x.
 template <typename T>
 void masked_linear_forward(const MaskedLinearArgs<T>& args, int64_t block, T* scratch) {
   MaskedPiece<T> piece(args, scratch);
@@ -159,7 +160,7 @@ void masked_linear_forward(const MaskedLinearArgs<T>& args, int64_t block, T* sc
     }
 }
 
-// Gradients of logits and weight, of some rows and columns of both, and the masks for the gradient of x.
+// Gradients of some rows and columns of logits and weight, and the masks for the gradient of x.
 template <typename T>
 bool masked_linear_weight_grad(const MaskedLinearArgs<T>& args, int64_t block, int64_t column, T* scratch) {
   MaskedPiece<T> piece(args, scratch);
@@ -169,7 +170,7 @@ bool masked_linear_weight_grad(const MaskedLinearArgs<T>& args, int64_t block, i
   piece.move_to(first, count, column, std::min(kMaskedColumns, args.in - column), args.kept || args.grad_weight,
                 args.grad_logits);
   piece.clear_gradients();
-  // Side by side: as they are, every row has a page of its own, more than the TLB knows at a time.
+  // Copied side by side: in place, every row is on a page of its own, and there are more pages than TLB entries.
   for (int64_t row = 0; outer && row < args.mask.samples * args.rows; ++row)
     std::copy_n(args.grad + row * args.out + first, count, grads + row * kMaskedRows);
   for (int64_t s = 0; s < args.mask.samples; ++s) {
@@ -182,16 +183,15 @@ bool masked_linear_weight_grad(const MaskedLinearArgs<T>& args, int64_t block, i
   return piece.has_nan;
 }
 
-// Columns of x that one product has, and rows of the weight that are masked for it at a time.
+// Columns of x per product, and rows of the weight that are masked for it at a time.
 template <typename T>
 constexpr int64_t kMaskedPanel = kBlockVectors * kLanes<T>;
 constexpr int64_t kMaskedDepth = 2 * kBlockDepth;
 
-// The gradient of x alone: that of the result times the weight, under the masks that masked_linear_weight_grad has
-// kept.
+// Only the gradient of x: the result's gradient times the weight under the masks that masked_linear_weight_grad kept.
 template <typename T>
 void masked_linear_input_grad(const MaskedLinearArgs<T>& args, const MaskedPanelUnit<T>& unit, T* scratch) {
-  constexpr int64_t lanes = kLanes<T>, kWidth = kMaskedPanel<T>, kSoon = 16;
+  constexpr int64_t lanes = kLanes<T>, kWidth = kMaskedPanel<T>, kRowsAhead = 16;
   const int64_t columns = std::min(kWidth, args.in - unit.column), vectors = (args.in + lanes - 1) / lanes;
   for (int64_t row = 0; row < args.out; row += kMaskedDepth) {
     const int64_t depth = std::min(kMaskedDepth, args.out - row);
@@ -199,9 +199,9 @@ void masked_linear_input_grad(const MaskedLinearArgs<T>& args, const MaskedPanel
       for (int64_t r = row; r < row + depth; ++r) {
         const int64_t place = r * args.in + unit.column;
         const uint16_t* kept = args.kept + (s * args.out + r) * vectors + unit.column / lanes;
-        // A few lines of every row, each in a page of its own: no hardware prefetcher foresees them.
-        if (s == unit.first_sample && r + kSoon < args.out)
-          prefetch<0>(args.mask.weight + place + kSoon * args.in, columns);
+        // A few lines of every row, each on a page of its own: no hardware prefetcher predicts them.
+        if (s == unit.first_sample && r + kRowsAhead < args.out)
+          prefetch<0>(args.mask.weight + place + kRowsAhead * args.in, columns);
         by_vectors<T>(columns, [&](int64_t i, auto left) FASTMOD_INLINE_LAMBDA {
           Vec<T> masked = load_lanes(args.mask.weight + place + i, left) * ones_where<T>(kept[i / lanes]);
           if (args.has_nan) {
@@ -231,8 +231,8 @@ FASTMOD_KERNELS(MaskedLinearKernels, .columns = kMaskedColumns, .scratch = maske
 
 namespace fastmod {
 
-// Whether there are several layers side by side, as torch.vmap has them: every tensor, but a seed that all share, then
-// has one more dimension, in front.
+// Whether several layers run side by side, as under torch.vmap: then every tensor has one more dimension in front,
+// except a seed that all layers share.
 inline bool stacked_layers(const at::Tensor& weight) { return weight.dim() == 3; }
 
 inline void check_masked_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& logits,

@@ -1,4 +1,4 @@
-// What the torch-facing CPU code of the mask ops shares.
+// Shared by the torch-facing CPU code of the mask ops.
 #pragma once
 
 #include "cpu/host.h"
@@ -8,7 +8,7 @@ namespace fastmod::cpu {
 
 using at::Tensor;
 
-// Of readable tensors; the weight may be undefined.
+// The tensors must be readable (host.h); the weight may be undefined.
 template <typename T>
 MaskArgs<T> mask_args(const Tensor& logits, const Tensor& weight, int64_t first, int64_t samples, const Tensor& seed,
                       int64_t stream, double tau) {

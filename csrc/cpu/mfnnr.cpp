@@ -1,6 +1,6 @@
-// MFNNRs on the CPU. A stack of them, an SMFR, is served in one go: a tile of the batch passes through all layers on one
-// thread, so that a step has three parallel regions in all instead of three per layer. A single MFNNR is a stack of one.
-// Several nets are served in one call as well; where there are enough of them, a thread takes whole nets.
+// MFNNRs on the CPU. A stack of them (an SMFR) takes one call: a tile of the batch passes through all layers on one
+// thread, so that a step has three parallel regions instead of three per layer. A single MFNNR is a stack of one.
+// One call can also handle several nets; if there are enough of them, each thread takes whole nets.
 #include <ATen/ops/zeros.h>
 
 #include "cpu/host.h"
@@ -12,22 +12,22 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
-// One MFNNR of a stack: its parameters as the kernels read them.
+// One MFNNR of a stack: its parameters in the form that the kernels read.
 struct Layer {
   MfnnrSizes size;
-  std::vector<Routing> routing;  // of every net
+  std::vector<Routing> routing;  // per net
   bool need_tau;
   std::vector<Tensor> route, update;
 };
 
-// Results have the copies in front, if there are any.
+// The results of a layer; their first dimension is that of the copies, if there are any.
 struct LayerResult {
   Tensor out, logits, gate, saved;
 };
 
 struct Grads {
   Tensor x;
-  std::vector<Tensor> taus, params;  // of layer after layer
+  std::vector<Tensor> taus, params;  // layer by layer
 };
 
 Tensor readable(const Tensor& tensor, int64_t copies, const LowType& low = {}) {
@@ -41,7 +41,7 @@ std::vector<Tensor> readable_list(TensorList tensors, int64_t copies, const LowT
   return result;
 }
 
-// Where the values of one net begin; a net alone is number 0.
+// Where the values of one net begin; a single net has number 0.
 template <typename T>
 const T* of_net(const Tensor& tensor, int64_t net) {
   return tensor.const_data_ptr<T>() + net * tensor.stride(0);
@@ -86,7 +86,7 @@ Layer make_layer(const Tensor& x, TensorList route, TensorList update, const Opt
           readable_list(route, size.copies, low), readable_list(update, size.copies, low)};
 }
 
-// Both FNNs as the kernels see them, with the rows that their activations and gradients take in a tile.
+// Both FNNs in the form that the kernels read, with the rows that their activations and gradients take in a tile.
 template <typename T>
 struct Layers {
   std::vector<Linear<T>> route, update;
@@ -123,7 +123,7 @@ constexpr double kMultiplyAddsPerCycle = 16;
 template <typename T>
 struct Net {
   std::vector<Layers<T>> layers;
-  std::vector<MfnnrArgs<T>> args;  // point into them
+  std::vector<MfnnrArgs<T>> args;  // points into the vectors above
 
   // inputs: what each layer reads.
   Net(const std::vector<Layer>& stack, const std::vector<Tensor>& inputs, double threshold, int64_t net) {
@@ -153,7 +153,7 @@ struct Net {
     return kTile * total / kMultiplyAddsPerCycle;
   }
   int64_t scratch() const {
-    int64_t size = kTile * kTile;  // of the gradients of weights
+    int64_t size = kTile * kTile;  // what gradients of weights need
     for (const auto& a : args) size = std::max(size, kernels<MfnnrKernels<T>>().scratch(a));
     return size;
   }
@@ -167,14 +167,14 @@ std::vector<Net<T>> make_nets(const std::vector<Layer>& stack, const std::vector
   return nets;
 }
 
-// Whether threads take whole nets, layer after layer: nothing to wait for in between, and what a layer reads and writes
-// is still in the thread's cache. Else they share the tiles of all nets.
+// Whether each thread takes whole nets, layer after layer: it need not wait between layers, and what a layer reads is
+// still in its cache. Otherwise threads share the tiles of all nets.
 bool takes_whole_nets(int64_t nets) {
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   return nets % threads == 0 || nets >= 4 * threads;
 }
 
-// x: [..., M, D], readable. penalty: of every net.
+// x: [..., M, D], readable (host.h). penalty: one per net.
 std::vector<LayerResult> forward_stack(const Tensor& x, const std::vector<Layer>& stack, double threshold, bool save,
                                        std::vector<double>& penalty) {
   const int64_t batch = stack[0].size.batch, copies = stack[0].size.copies, count = tiles(batch);
@@ -208,7 +208,7 @@ std::vector<LayerResult> forward_stack(const Tensor& x, const std::vector<Layer>
         a.saved = save ? to_net<T>(results[l].saved, net) : nullptr;
         a.penalty = parts.data() + (net * stack.size() + l) * count;
       }
-    const int64_t each = takes_whole_nets(nets.size()) ? count : 1;  // tiles that pass through the layers together
+    const int64_t each = takes_whole_nets(nets.size()) ? count : 1;  // tiles that pass through all layers together
     for_each<T>(nets.size() * count / each, nets[0].cycles_per_tile() * each, nets[0].scratch(), x,
                 [&](int64_t unit, T* scratch) {
                   const int64_t first = unit * each % count;
@@ -221,7 +221,7 @@ std::vector<LayerResult> forward_stack(const Tensor& x, const std::vector<Layer>
   return results;
 }
 
-// Weight gradients of all layers in pieces of at most kTile columns, none across the border between routed and x.
+// The weight gradients of all layers, in pieces of at most kTile columns; no piece crosses from `routed` to x.
 struct Piece {
   size_t net, layer;
   WeightGradUnit unit;
@@ -252,7 +252,7 @@ std::vector<Piece> weight_grad_pieces(const std::vector<Net<T>>& nets) {
   return pieces;
 }
 
-// Borders of parts of about equal cost, so that the threads end together.
+// Splits the pieces into parts of about equal cost, so that all threads finish together.
 std::vector<size_t> equal_parts(const std::vector<Piece>& pieces, int64_t parts) {
   std::vector<double> until{0};
   for (const Piece& piece : pieces) until.push_back(until.back() + piece.cost);
@@ -267,8 +267,8 @@ std::vector<size_t> equal_parts(const std::vector<Piece>& pieces, int64_t parts)
   return borders;
 }
 
-// What the backward of one net keeps for itself: gradients of the linear layers' outputs, of one layer at a time or of
-// all, and of what one layer hands to the next.
+// Buffers of the backward of one net: gradients of the linear layers' outputs (for one layer at a time or for all), and
+// of what each layer passes to the next.
 template <typename T>
 int64_t own_grads(std::vector<MfnnrArgs<T>>& args, bool one_at_a_time, T* memory) {
   int64_t used = 0, largest = 0;
@@ -286,7 +286,7 @@ int64_t own_grads(std::vector<MfnnrArgs<T>>& args, bool one_at_a_time, T* memory
   return (used + kTile - 1) / kTile * kTile;
 }
 
-// inputs: what each layer read. grad_out may be undefined. grad_penalty: of every net.
+// inputs: what each layer read. grad_out may be undefined. grad_penalty: one per net.
 Grads backward_stack(const Tensor& grad_out, const std::vector<double>& grad_penalty, const std::vector<Tensor>& inputs,
                      const std::vector<Layer>& stack, const std::vector<Tensor>& saved, double threshold, bool need_x,
                      bool need_params) {
@@ -296,7 +296,7 @@ Grads backward_stack(const Tensor& grad_out, const std::vector<double>& grad_pen
   for (const Layer& layer : stack)
     for (const auto* params : {&layer.route, &layer.update})
       for (const Tensor& param : *params) {
-        if (!need_params) continue;  // an empty batch leaves the kernels nothing to write
+        if (!need_params) continue;  // with an empty batch the kernels write nothing
         result.params.push_back(batch == 0 ? at::zeros(param.sizes(), param.options())
                                            : empty_wide(param.sizes(), param));
       }
@@ -424,7 +424,7 @@ std::vector<Layer> make_stack(const Tensor& x, TensorList params, int64_t fnn_te
                               TensorList seeds, int64_t mode, bool context, const LowType& low) {
   check_smfr(params, fnn_tensors, taus, seeds);
   std::vector<Layer> stack;
-  // Only sizes are read off it; every layer has the batch, the block size and the dtype of x.
+  // Used for its sizes only; every layer has the batch, the block size and the dtype of x.
   Tensor input = x;
   for (size_t at = 0, l = 0; at < params.size(); at += 2 * fnn_tensors, ++l) {
     const TensorList route = params.slice(at, fnn_tensors), update = params.slice(at + fnn_tensors, fnn_tensors);

@@ -1,21 +1,21 @@
 // A whole MFNNR on one batch-last tile, forward and backward.
 //
-// The backward has two phases, each parallel and each bit-equal for any number of threads: gradients of activations,
-// tile by tile; then gradients of weights, unit by unit, each summing over the whole batch in order.
+// The backward has two parallel phases, both bit-equal for any number of threads: gradients of activations, tile by
+// tile; then gradients of weights, unit by unit, each summing over the whole batch in order.
 #pragma once
 
 #include "cpu/kernels.h"
 
 namespace fastmod::cpu {
 
-// One fully connected layer: weight [out, in] and bias [out] as in nn.Linear.
+// One fully connected layer, with weight [out, in] and bias [out] as in nn.Linear.
 template <typename T>
 struct Linear {
   const T *weight, *bias;
   T *grad_weight, *grad_bias;  // backward only
   int64_t in, out;
   int64_t row;       // first row of its output among the tile's activations
-  int64_t grad_row;  // first row of the gradient of its output among the tile's gradients
+  int64_t grad_row;  // first row of its output's gradient among the tile's gradients
 };
 
 template <typename T>
@@ -38,7 +38,7 @@ struct MfnnrArgs {
   double* grad_tau;         // [tiles]
 };
 
-// A piece of one weight gradient: some columns, that is inputs, of one layer.
+// A piece of one weight gradient: some columns (inputs) of one layer.
 struct WeightGradUnit {
   bool update;
   int64_t layer, column, columns;
@@ -68,7 +68,7 @@ Strided<T> weight_of(const Linear<T>& layer) {
   return {layer.weight, layer.in, 1};
 }
 
-// Rows of `layer`'s inputs come from one or two places: the update FNN reads [routed ; x].
+// The inputs of a layer are in one or two places: the update FNN reads [routed ; x].
 template <typename T>
 void linear_forward(const Linear<T>& layer, int64_t columns, bool leaky, const T* input, int64_t features,
                     const T* input2, T* output) {
@@ -113,7 +113,7 @@ void add_penalty_grad(const T* rows, int64_t count, int64_t columns, double thre
       store(grad + at, load(grad + at) + excess<T>(load(rows + at), T(threshold)) * T(2 * scale));
 }
 
-// Scratch of one tile: the routing's, x, one tile of rows when nothing is saved, and two of the blocks' size.
+// Scratch of one tile: for the routing, for x, for one tile of rows if nothing is saved, and twice for blocks.
 template <typename T>
 struct MfnnrScratch {
   T *routing, *x, *grad_x, *blocks, *rows;
@@ -166,7 +166,8 @@ void mfnnr_forward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
                                                  penalty_of_rows(gate, s.n, count, args.threshold);
 }
 
-// Gradients of the hidden layers from that of the output, which is in place; the caller goes on to the input.
+// Computes the gradients of the hidden layers from the output's, which is already in `grads`. The caller continues with
+// the input.
 template <typename T>
 void fnn_backward(const Linear<T>* layers, int64_t count, int64_t columns, const T* tile, T* grads) {
   for (int64_t l = count - 1; l > 0; --l)
@@ -175,7 +176,7 @@ void fnn_backward(const Linear<T>* layers, int64_t count, int64_t columns, const
             {.activation = tile + layers[l - 1].row * kTile});
 }
 
-// Gradient of inputs [first, first + features) of a layer, added to `grad`.
+// Adds the gradient of a layer's inputs [first, first + features) to `grad`.
 template <typename T>
 void input_backward(const Linear<T>& layer, int64_t columns, int64_t first, int64_t features, const T* grads,
                     bool accumulate, T* grad) {
@@ -197,7 +198,7 @@ void mfnnr_backward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
   const T *fresh = tile + update_last.row * kTile, *gate = fresh + s.n * s.d * kTile;
   const bool penalise = args.threshold >= 0 && args.grad_penalty != 0;
 
-  // Gate: `blocks` holds the gradient of out, then in the same place that of routed.
+  // Gate: `blocks` holds the gradient of out, which that of routed then overwrites.
   T* blocks = scratch.blocks;
   if (args.grad_out) into_tile<kTile>(args.grad_out + first * s.n * s.d, count, s.n * s.d, blocks);
   else std::fill(blocks, blocks + s.n * s.d * kTile, T(0));
@@ -217,7 +218,7 @@ void mfnnr_backward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
     }
   if (penalise) add_penalty_grad(gate, s.n, columns, args.threshold, args.grad_penalty, grad_gate);
 
-  // Update FNN, to its inputs [routed ; x].
+  // Update FNN, back to its inputs [routed ; x].
   fnn_backward(args.update, args.update_layers, columns, tile, grads);
   input_backward<T>(args.update[0], columns, 0, s.n * s.d, grads, true, blocks);
   T* grad_x = args.need_x ? scratch.grad_x : nullptr;
@@ -238,7 +239,7 @@ void mfnnr_backward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
   }
 }
 
-// Where columns [column, ...) of the inputs of a layer are: rows of the saved tile, or x in memory.
+// Where a layer's inputs from `column` on are: rows of the saved tile, or x in memory.
 template <typename T>
 struct InputSource {
   const T* rows;    // in tile 0, or null
@@ -265,7 +266,7 @@ T sum_row(const T* row, int64_t count) {
   return sum_lanes<T>(sum);
 }
 
-// grad_weight[:, columns of the unit] and, with the first columns, grad_bias.
+// Computes grad_weight[:, columns of the unit], and grad_bias along with the first columns.
 template <typename T>
 void mfnnr_weight_grad(const MfnnrArgs<T>& args, const WeightGradUnit& unit, T* panel) {
   const Linear<T>& layer = (unit.update ? args.update : args.route)[unit.layer];
@@ -299,12 +300,12 @@ FASTMOD_KERNELS(MfnnrKernels, .scratch = mfnnr_scratch<T>, .forward = mfnnr_forw
 
 namespace fastmod {
 
-// Sizes of one MFNNR, read off its tensors once and checked on the way. Parameters may be those of several nets at once,
-// with a dimension of copies in front; x, temperatures, seeds and all results then have it too.
+// Sizes of one MFNNR, read from its tensors once and checked. Parameters may belong to several nets at once; then they,
+// x, temperatures, seeds and all results have a dimension of copies in front.
 struct MfnnrSizes {
-  int64_t batch, in_blocks, out_blocks, block, rows;  // batch: of one copy
+  int64_t batch, in_blocks, out_blocks, block, rows;  // batch: that of one copy
   bool context;
-  int64_t copies;  // 0: a net alone
+  int64_t copies;  // 0: a single net
   int64_t nets() const { return copies ? copies : 1; }
   int64_t route_in() const { return in_blocks * block; }
   int64_t routed() const { return out_blocks * block; }
@@ -358,7 +359,7 @@ inline MfnnrSizes check_mfnnr(const at::Tensor& x, at::TensorList route, at::Ten
   return s;
 }
 
-// A stack of MFNNRs: per layer `fnn_tensors` tensors of the route FNN, then as many of the update FNN.
+// A stack of MFNNRs; each layer has `fnn_tensors` tensors of the route FNN, then as many of the update FNN.
 inline void check_smfr(at::TensorList params, int64_t fnn_tensors, at::TensorList taus, at::TensorList seeds) {
   TORCH_CHECK_VALUE(fnn_tensors > 0 && !params.empty() && params.size() % (2 * fnn_tensors) == 0,
                     "params: expected a multiple of 2 * ", fnn_tensors, " tensors, got ", params.size());

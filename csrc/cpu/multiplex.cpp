@@ -11,15 +11,15 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kElementsEach = 64;  // batch elements that one call of the kernel takes
+constexpr int64_t kElementsEach = 64;  // batch elements per call of the kernel
 
-// Copies that share a call, each with a temperature and a seed of its own, one after the other in memory: their elements,
-// and so their noise and their pieces, are counted as if each were alone.
+// Copies that share a call, one after the other in memory, each with its own temperature and seed. Elements, and with
+// them noise and pieces, are counted within each copy as if it were alone.
 struct Copies {
-  BlockSizes size;  // of one
-  int64_t dim;      // 0: there is one, and no dimension of it
+  BlockSizes size;  // of one copy
+  int64_t dim;      // 0: one copy, and tensors have no such dimension
   std::vector<Routing> routings;
-  int64_t pieces;  // of one
+  int64_t pieces;  // of one copy
 
   Copies(const Tensor& blocks, const Tensor& logits, const OptionalTensor& tau, double tau_value,
          const OptionalTensor& seed, int64_t mode, const LowType& low)
@@ -42,12 +42,12 @@ struct Copies {
   int64_t count() const { return std::max<int64_t>(dim, 1); }
   at::IntArrayRef taus() const { return dim ? at::IntArrayRef(dim) : at::IntArrayRef(); }
 
-  // A rough count: products, exponentials, the passes over memory.
+  // A rough estimate: products, exponentials, passes over memory.
   double cycles_per_piece() const {
     const BlockSizes& s = size;
     return double(kElementsEach) * (100 + s.m * s.n * s.d / 12.0 + (s.m * s.d + s.n * s.d) * 0.2 + s.m * s.n);
   }
-  // run(args of a copy, first and last element, scratch, number of the piece) for all pieces of all copies.
+  // Calls run(args of a copy, first and last element, scratch, number of the piece) for all pieces of all copies.
   template <typename T, typename Run>
   void for_pieces(const MultiplexArgs<T>& all, double cycles, int64_t scratch_size, const Tensor& like,
                   const Run& run) const {

@@ -20,7 +20,7 @@ struct MultiplexArgs {
 
 template <typename T>
 struct MultiplexKernels {
-  // Scratch is owned by the caller, 64-byte aligned, of the size that the matching function tells.
+  // The caller owns the scratch: 64-byte aligned, of the size that the matching function returns.
   int64_t (*scratch)(const BlockSizes&);
   void (*forward)(const MultiplexArgs<T>&, int64_t begin, int64_t end, T* scratch);
   double (*backward)(const MultiplexArgs<T>&, int64_t begin, int64_t end, T* scratch);  // gradient of tau
@@ -34,8 +34,8 @@ struct MultiplexKernels {
 
 namespace fastmod::cpu::FASTMOD_ISA {
 
-// One small product per batch element, a vector of elements at a time:
-// C(r, c) (+)= sum_k A(r, k) B(k, c), every entry a vector at data + r * row_stride + c * column_stride.
+// One small product per batch element, for a vector of elements at a time:
+// C(r, c) (+)= sum_k A(r, k) B(k, c), where every entry is a vector at data + r * row_stride + c * column_stride.
 template <typename T>
 struct Lanes {
   T* data;
@@ -101,7 +101,7 @@ void lane_gemm(int64_t rows, int64_t columns, int64_t depth, Lanes<const T> a, L
 
 inline int64_t vectors_for(int64_t count, int lanes) { return (count + lanes - 1) / lanes; }
 
-// Noise of `count` consecutive logits from index `start` on: word i % 4 of group i / 4.
+// Noise for `count` consecutive logits starting at index `start`: word i % 4 of group i / 4.
 template <typename T>
 void uniforms(int64_t seed, uint64_t start, int64_t count, T* target, int64_t stride) {
   PhiloxWords words{};
@@ -117,13 +117,13 @@ FASTMOD_INLINE Vec<T> add_gumbel(Vec<T> value, Vec<T> uniform) {
   return value - vlog(-vlog(uniform));
 }
 
-// Softmax over m entries `step` apart, a vector at a time; `hard` gets the weights of a straight-through forward.
+// Softmax over m entries at distance `step`, a vector at a time; `hard` gets the weights of a straight-through forward.
 template <bool pick, typename T>
 FASTMOD_INLINE void softmax_column(int64_t m, int64_t step, const T* z, T* soft, T* hard) {
   Vec<T> top = load(z), other = top, where{};
   int64_t next = 1;
   if (!pick)
-    for (; next + 1 < m; next += 2) {  // two at a time, which do not wait for one another
+    for (; next + 1 < m; next += 2) {  // two at a time: they are independent
       top = maximum<T>(top, load(z + next * step));
       other = maximum<T>(other, load(z + (next + 1) * step));
     }
@@ -143,13 +143,14 @@ FASTMOD_INLINE void softmax_column(int64_t m, int64_t step, const T* z, T* soft,
   for (int64_t i = 0; i < m; ++i) {
     const Vec<T> w = load(soft + i * step) * scale;
     store(soft + i * step, w);
-    // w - w is 0, or NaN where the softmax is NaN: a NaN never turns into a confident pick.
+    // w - w is 0, or NaN where the softmax is NaN, so that a NaN never becomes a confident pick.
     if (pick) store(hard + i * step, (where == T(i) ? splat(T(1)) : Vec<T>{}) + (w - w));
   }
 }
 
-// Turns the gradient of the weights into that of the logits, in place; returns that of tau, lane by lane. The gradients
-// of a column sum to 0, so z may be measured from anywhere; from its own mean a rounding of `mean` does not count.
+// Turns the gradient of the weights into that of the logits, in place, and returns that of tau, lane by lane. The
+// gradients of a column sum to 0, so any offset may be subtracted from z; subtracting its mean keeps the rounding error
+// of `mean` out of the result.
 template <typename T>
 FASTMOD_INLINE Vec<T> softmax_column_backward(int64_t m, int64_t step, T inverse_tau, bool need_tau, const T* z,
                                               const T* soft, T* grad) {
@@ -172,13 +173,13 @@ FASTMOD_INLINE double sum_first(Vec<T> v, int64_t count) {
   return total;
 }
 
-// Logits with noise and temperature, their softmax, and the weights that the forward uses.
+// The logits with noise and temperature, their softmax, and the weights that the forward uses.
 template <typename T>
 struct Weights {
   const T *z, *soft, *used;
 };
 
-// ---- on a batch-last tile of kWidth elements: a vector holds one logit of many of them
+// ---- on a batch-last tile of kWidth elements: a vector holds one logit of many elements
 
 // Scratch of the routing of one tile, all [M*N, kWidth].
 template <typename T, int kWidth>
@@ -194,7 +195,7 @@ Weights<T> route_weights(const BlockSizes& s, const Routing& routing, int64_t fi
                          const RoutingScratch<T, kWidth>& scratch) {
   const bool pick = routing.mode != Mode::kSoftmax, gumbel = routing.mode == Mode::kGumbel;
   const int64_t entries = s.m * s.n;
-  if (gumbel) {  // `soft` holds the noise until the weights take its place
+  if (gumbel) {  // `soft` holds the noise until the weights overwrite it
     std::fill(scratch.soft, scratch.soft + entries * kWidth, T(0.5));
     for (int64_t column = 0; column < count; ++column)
       uniforms(routing.seed, uint64_t(first + column) * uint64_t(entries), entries, scratch.soft + column, kWidth);
@@ -214,7 +215,7 @@ Weights<T> route_weights(const BlockSizes& s, const Routing& routing, int64_t fi
   return {z, scratch.soft, pick ? scratch.hard : scratch.soft};
 }
 
-// routed [N*D] from blocks [M*D] and weights [M*N], tiles all
+// routed [N*D] from blocks [M*D] and weights [M*N]; all are tiles
 template <int kWidth, typename T>
 void multiplex_tile(const BlockSizes& s, int64_t count, const T* blocks, const Weights<T>& weights, T* routed) {
   for (int64_t at = 0; at < count; at += kLanes<T>)
@@ -222,7 +223,8 @@ void multiplex_tile(const BlockSizes& s, int64_t count, const T* blocks, const W
                  {routed + at, s.d * kWidth, kWidth}, false);
 }
 
-// From the gradient of routed: writes grad_logits, writes or adds to grad_blocks (may be null); returns that of tau.
+// Backward from the gradient of routed: writes grad_logits, writes or adds to grad_blocks (may be null), returns the
+// gradient of tau.
 template <int kWidth, typename T>
 double multiplex_tile_backward(const BlockSizes& s, const Routing& routing, int64_t count, const T* blocks,
                                const T* grad_routed, const Weights<T>& weights, T* grad_logits,
@@ -244,7 +246,7 @@ double multiplex_tile_backward(const BlockSizes& s, const Routing& routing, int6
   return grad_tau;
 }
 
-// ---- the op by itself, large blocks: one batch element after the other, as it lies in memory
+// ---- the op by itself, large blocks: one batch element after the other, in its layout in memory
 
 // Rows of logits padded to whole vectors.
 template <typename T>
@@ -285,7 +287,7 @@ FASTMOD_INLINE Weights<T> element_weights(const MultiplexArgs<T>& args, int64_t 
       Vec<T> value = load_first(logits + i * s.n + j, count);
       if (gumbel) {
         Vec<T> uniform = load_first(scratch.noise + i * s.n + j, count);
-        value = add_gumbel<T>(value, uniform > T(0) ? uniform : splat(T(0.5)));  // 0.5 past the end: finite
+        value = add_gumbel<T>(value, uniform > T(0) ? uniform : splat(T(0.5)));  // 0.5 past the end keeps it finite
       }
       store(scratch.z + i * scratch.width + j, value * inverse_tau);
     }
@@ -295,11 +297,11 @@ FASTMOD_INLINE Weights<T> element_weights(const MultiplexArgs<T>& args, int64_t 
   return {z, scratch.soft, pick ? scratch.hard : scratch.soft};
 }
 
-// What a product had too few steps to ask for.
+// Prefetches what a product had too few steps for.
 template <typename T>
-FASTMOD_INLINE void fetch_rest(const Ahead<T>& ahead, const T* read_end, const T* write_end) {
-  prefetch<0>(ahead.read, read_end - ahead.read);
-  prefetch<1>(ahead.write, write_end - ahead.write);
+FASTMOD_INLINE void fetch_rest(const PrefetchCursor<T>& cursor, const T* read_end, const T* write_end) {
+  prefetch<0>(cursor.read, read_end - cursor.read);
+  prefetch<1>(cursor.write, write_end - cursor.write);
 }
 
 template <typename T>
@@ -311,10 +313,10 @@ void elements_forward(const MultiplexArgs<T>& args, int64_t begin, int64_t end, 
     const int64_t next = std::min(element + 1, end - 1);
     const Weights<T> weights = element_weights(args, element, scratch);
     prefetch<0>(args.logits + next * mn, mn);
-    Ahead<T> ahead{args.blocks + next * md, args.out + next * nd};
+    PrefetchCursor<T> cursor{args.blocks + next * md, args.out + next * nd};
     small_gemm<T>(s.n, s.d, s.m, {weights.used, 1, scratch.width}, args.blocks + element * md, s.d,
-                  args.out + element * nd, s.d, &ahead);
-    fetch_rest(ahead, args.blocks + (next + 1) * md, args.out + (next + 1) * nd);
+                  args.out + element * nd, s.d, &cursor);
+    fetch_rest(cursor, args.blocks + (next + 1) * md, args.out + (next + 1) * nd);
   }
 }
 
@@ -325,7 +327,7 @@ double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t en
   const int64_t mn = s.m * s.n, md = s.m * s.d, nd = s.n * s.d;
   const ElementScratch<T> scratch(s, memory);
   const T inverse_tau = T(1) / T(args.routing.tau);
-  // Gradients of the weights are M*N products of rows: with lanes along D if D is long, else along N.
+  // The gradients of the weights are M*N products of rows: lanes run along D if D is long, else along N.
   const bool by_dots = s.d >= 4 * lanes && s.d > 4 * s.n;
   std::fill(scratch.grad, scratch.grad + (s.m + s.d) * scratch.width, T(0));  // padding is read, never written
   double grad_tau = 0;
@@ -333,19 +335,19 @@ double elements_backward(const MultiplexArgs<T>& args, int64_t begin, int64_t en
     const int64_t next = std::min(element + 1, end - 1);
     const T *blocks = args.blocks + element * md, *grad = args.grad + element * nd;
     const Weights<T> weights = element_weights(args, element, scratch);
-    Ahead<T> ahead{args.grad + next * nd, args.grad_blocks + next * md};
+    PrefetchCursor<T> cursor{args.grad + next * nd, args.grad_blocks + next * md};
     small_gemm<T>(s.m, s.d, s.n, {weights.used, scratch.width, 1}, grad, s.d, args.grad_blocks + element * md, s.d,
-                  &ahead);
-    fetch_rest(ahead, args.grad + (next + 1) * nd, args.grad_blocks + (next + 1) * md);
-    ahead = {args.blocks + next * md, args.grad_logits + next * mn};
+                  &cursor);
+    fetch_rest(cursor, args.grad + (next + 1) * nd, args.grad_blocks + (next + 1) * md);
+    cursor = {args.blocks + next * md, args.grad_logits + next * mn};
     if (by_dots) {
       dots<T>(s.m, s.n, s.d, blocks, s.d, grad, s.d, scratch.grad, scratch.width);
     } else {
       transpose(grad, s.d, s.n, s.d, scratch.transposed, scratch.width);
       small_gemm<T>(s.m, scratch.width, s.d, {blocks, s.d, 1}, scratch.transposed, scratch.width, scratch.grad,
-                    scratch.width, &ahead);
+                    scratch.width, &cursor);
     }
-    fetch_rest(ahead, args.blocks + (next + 1) * md, args.grad_logits + (next + 1) * mn);
+    fetch_rest(cursor, args.blocks + (next + 1) * md, args.grad_logits + (next + 1) * mn);
     for (int64_t j = 0; j < s.n; j += lanes) {
       const Vec<T> along_tau = softmax_column_backward(s.m, scratch.width, inverse_tau, args.need_tau, weights.z + j,
                                                        weights.soft + j, scratch.grad + j);
@@ -436,8 +438,8 @@ FASTMOD_KERNELS(MultiplexKernels, .scratch = multiplex_scratch<T>, .forward = mu
 
 namespace fastmod {
 
-// Returns how many copies there are: temperature and seed, as far as there are any, have one number for each then, and
-// all other tensors the copies in front. 0: no such dimension.
+// Returns the number of copies, or 0 without such a dimension. With copies, temperature and seed (if given) have one
+// number per copy, and all other tensors have the copies as their first dimension.
 inline int64_t check_multiplex(const at::Tensor& blocks, const at::Tensor& logits,
                                const std::optional<at::Tensor>& tau, const std::optional<at::Tensor>& seed,
                                const LowType& low) {

@@ -1,4 +1,4 @@
-// Convolutions that normalise what they read, for torch; the work is in norm_conv_kernel.h.
+// The torch-facing side of convolutions that normalise what they read; the work is in norm_conv_kernel.h.
 #include "cpu/images.h"
 #include "cpu/norm_conv_kernel.h"
 
@@ -7,14 +7,14 @@ namespace {
 
 using at::Tensor;
 
-// Of the gradients of weights that parts of the batch have each for themselves: the batch is cut into as many as this
-// allows, whatever the number of threads, so that their number does not change a result.
+// Limits the memory for weight gradients, of which each part of the batch has its own. The number of parts follows from
+// this limit and not from the number of threads, which therefore does not change the result.
 constexpr int64_t kPartBytes = 4ll << 20;
 constexpr int64_t kMostParts = 32;
 
 template <typename T>
 struct Problem {
-  Tensor x, scale, shift, gate;  // kept alive as long as args point into them
+  Tensor x, scale, shift, gate;  // kept alive: args point into them
   NormConvArgs<T> args{};
 
   Problem(const Tensor& x_, const Tensor& weight, const OptionalTensor& scale_, const OptionalTensor& shift_,
@@ -33,7 +33,7 @@ struct Problem {
     args.shared = x_.dim() == 4;
     args.depthwise = depthwise;
     args.relu = relu;
-    args.winograd = !depthwise && goes_winograds_way<T>(args.kernel, stride, args.cin, args.cout);
+    args.winograd = !depthwise && uses_winograd<T>(args.kernel, stride, args.cin, args.cout);
     args.x = x.const_data_ptr<T>();
     const int64_t lanes = kernels<VectorKernels<T>>().lanes;
     args.columns = (args.cout + lanes - 1) / lanes * lanes;
@@ -52,15 +52,15 @@ struct Problem {
   }
   int64_t taps() const { return args.kernel * args.kernel; }
   int64_t matrix() const { return args.depthwise ? args.columns : args.cin * args.columns; }
-  // Of a forward pass over one image of one expert: vectors of products.
+  // Estimated for a forward pass over one image of one expert: vectors of products.
   double cycles() const {
     return double(args.out_high) * args.out_wide * (taps() * (args.depthwise ? 1 : args.cin) + 8) * args.columns /
            kernels<VectorKernels<T>>().lanes;
   }
 };
 
-// The taps as the gradient of the input meets them: rows in reverse; columns too, or where the stride is 2 the middle one
-// first, then those that odd pixels see. -> [E, k, k, cout, input_columns]
+// The taps in the order in which the gradient of the input uses them: rows in reverse; columns too, but with stride 2
+// the middle one first, then those that odd pixels see. -> [E, k, k, cout, input_columns]
 template <typename T>
 Tensor packed_for_input(const Tensor& weight, const Problem<T>& problem) {
   const auto& args = problem.args;
@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tens
     args.unit_square = stats ? args.unit_mean + args.batch * channels : nullptr;
     const auto& kernel = kernels<NormConvKernels<T>>();
     for_each<T>(args.batch * args.experts, problem.cycles(), kernel.scratch(args), x,
-                [&](int64_t unit, T* scratch) {  // an expert's weights stay near for all its images
+                [&](int64_t unit, T* scratch) {  // all images of an expert in turn: its weights stay in cache
                   kernel.forward(args, unit % args.batch, unit / args.batch, scratch);
                 });
     if (stats)
@@ -162,7 +162,7 @@ std::vector<Tensor> norm_conv_backward(const Tensor& grad, const OptionalTensor&
   check_norm_conv_grad(grad, grad_mean, grad_var, y, mean, x, weight, stride);
   const auto [need_x, need_weight, need_scale, need_shift, need_gate, need_bias] = needs;
   const auto type = x.scalar_type();
-  std::vector<Tensor> result;  // empty where not needed, and no two the same: results of an op must not share memory
+  std::vector<Tensor> result;  // empty where not needed; separate tensors, as results of an op must not share memory
   for (int i = 0; i < 6; ++i) result.push_back(at::empty({0}, x.options()));
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
@@ -180,7 +180,7 @@ std::vector<Tensor> norm_conv_backward(const Tensor& grad, const OptionalTensor&
     const at::DimVector sums{args.batch, args.experts, args.cin};
     const Tensor grad_scale = wide(need_scale || need_shift, sums), grad_shift = wide(need_scale || need_shift, sums);
     const Tensor grad_gate = wide(need_gate, sums);
-    // Gradients of mean and variance as they reach each value of y.
+    // What the gradients of mean and variance contribute to each value of y.
     const double count = double(args.batch) * args.out_high * args.out_wide;
     const Tensor of_mean = grad_mean ? at::div(readable(*grad_mean), at::Scalar(count)) : Tensor();
     const Tensor of_var = grad_var ? at::mul(readable(*grad_var), at::Scalar(2 / count)) : Tensor();

@@ -1,26 +1,26 @@
-// Convolutions that normalise what they read, of images [H, W, C].
+// Convolutions that normalise what they read, for images [H, W, C].
 //
-// A unit of work brings a strip of an image into a padded scratch buffer, normalised, and convolves from there: in L2, so
-// that every value is read from memory and normalised once, not nine times. A row of taps is then one contiguous run of
-// kernel * C values, for which the innermost loops are those of a matrix product (conv.h); 3x3 taps of stride 1 in fp32 go
-// Winograd's way (winograd.h).
+// A unit of work normalises a strip of an image into a padded scratch buffer in L2 and convolves from there, so that
+// every value is read from memory and normalised once, not nine times. A row of taps is then one contiguous run of
+// kernel * C values, for which the innermost loops are those of a matrix product (conv.h). 3x3 taps of stride 1 in fp32
+// use Winograd (winograd.h).
 #pragma once
 
 #include "cpu/kernels.h"
 
 namespace fastmod::cpu {
 
-// A convolution of images [B, E, H, W, C] (x [B, H, W, C] where all experts share it) that normalises what it reads.
+// A convolution of images [B, E, H, W, C] (x is [B, H, W, C] if all experts share it) that normalises what it reads.
 template <typename T>
 struct NormConvArgs {
   int64_t batch, experts, cin, cout, high, wide, out_high, out_wide, kernel, stride;
   bool shared, depthwise, relu, winograd;
   FASTMOD_INLINE int64_t taps() const { return winograd ? 16 : kernel * kernel; }  // matrices of packed weights
-  const T *x, *scale, *shift, *gate;  // scale, shift: affine_stride from one expert to the next; may be null, like gate
+  const T *x, *scale, *shift, *gate;  // scale, shift: affine_stride between experts; these and gate may be null
   int64_t affine_stride;
-  const T *weight, *bias;        // packed: see norm_conv_kernel.h; the bias [E, cout] may be null
+  const T *weight, *bias;        // weight: packed, see norm_conv_forward; bias: [E, cout] or null
   const T* input_weight;         // packed for the gradient of the input
-  int64_t columns, input_columns;  // of the packed weights: cout and cin, up to whole vectors
+  int64_t columns, input_columns;  // of the packed weights: cout and cin, rounded up to whole vectors
   T* y;
   T *unit_mean, *unit_square;    // [B, E, cout] or null
   // backward only; whichever is not needed is null
@@ -28,7 +28,7 @@ struct NormConvArgs {
   const T *y_read, *mean, *grad_mean, *grad_var;  // mean, grad_mean / n, 2 grad_var / n: [E, cout]
   T* grad_x;
   T *grad_scale, *grad_shift, *grad_gate;  // [B, E, cin]
-  T *grad_weight, *grad_bias;              // of each part of the batch: packed as the weight; [parts, E, cout]
+  T *grad_weight, *grad_bias;  // for each part of the batch: packed like the weight; [parts, E, cout]
 };
 
 template <typename T>
@@ -49,8 +49,8 @@ namespace fastmod::cpu::FASTMOD_ISA {
 
 // ---- strips of images in scratch, with a frame of zeros
 
-// Rows first - pad .. end + pad of an image [high, wide, channels] into `strip`, and `extra` rows and columns more;
-// value(from, channel, lanes) is what becomes of a vector of it. Outside of the image all is zero.
+// Copies rows first - pad .. end + pad of an image [high, wide, channels] into `strip`, with `extra` more rows and
+// columns; value(from, channel, lanes) transforms each vector. Outside of the image everything is zero.
 template <typename T, typename Value>
 FASTMOD_INLINE void fill_strip(int64_t first, int64_t end, int64_t pad, int64_t extra, int64_t high, int64_t wide,
                                int64_t channels, T* strip, const Value& value) {
@@ -71,7 +71,7 @@ FASTMOD_INLINE void fill_strip(int64_t first, int64_t end, int64_t pad, int64_t 
   }
 }
 
-// The same of an image that is taken as it is: a row at a time, which with three channels makes a difference.
+// The same for an image that is copied unchanged, a row at a time: with three channels that is faster.
 template <typename T>
 void copy_strip(int64_t first, int64_t end, int64_t pad, int64_t extra, int64_t high, int64_t wide, int64_t channels,
                 T* strip, const T* image) {
@@ -85,7 +85,7 @@ void copy_strip(int64_t first, int64_t end, int64_t pad, int64_t extra, int64_t 
   }
 }
 
-// relu(scale * x + shift), the gate aside.
+// relu(scale * x + shift), without the gate.
 template <typename T, typename Lanes>
 FASTMOD_INLINE Vec<T> normalised(const NormConvArgs<T>& args, const T* scale, const T* shift, Vec<T> x, int64_t c,
                                  Lanes left) {
@@ -117,7 +117,7 @@ void fill_input(const NormConvArgs<T>& args, const ConvUnit<T>& unit, int64_t fi
              });
 }
 
-// Of y, with what its mean and variance pass on.
+// The gradient of y, including what comes back through its mean and variance.
 template <typename T>
 void fill_grad(const NormConvArgs<T>& args, int64_t image, int64_t expert, int64_t first, int64_t end, T* strip) {
   const int64_t place = (image * args.experts + expert) * args.out_high * args.out_wide * args.cout;
@@ -134,7 +134,7 @@ void fill_grad(const NormConvArgs<T>& args, int64_t image, int64_t expert, int64
              });
 }
 
-// Elements from one row of a strip to the next. Winograd's patches reach one further where a size is odd.
+// Elements from one row of a strip to the next. Winograd's patches reach one pixel further if a size is odd.
 template <typename T>
 int64_t input_line(const NormConvArgs<T>& args) {
   return (args.wide + args.kernel / 2 * 2 + args.winograd) * args.cin;
@@ -144,7 +144,7 @@ int64_t grad_line(const NormConvArgs<T>& args) {
   return (args.out_wide + args.kernel / 2 * 2 + args.winograd) * args.cout;
 }
 
-// Rows of y that a strip holds: as many as keep it, and that of the gradient, in a part of L2; whole tiles.
+// Rows of y per strip, in whole tiles: as many as let it and the gradient's strip fit a part of L2.
 template <typename T>
 int64_t strip_rows(const NormConvArgs<T>& args) {
   const int64_t row = args.stride * input_line(args) + grad_line(args);
@@ -152,7 +152,7 @@ int64_t strip_rows(const NormConvArgs<T>& args) {
   return std::min(fit, args.out_high);
 }
 
-// Where a unit keeps what: offsets into its scratch.
+// Offsets into the scratch of a unit.
 struct ConvScratch {
   int64_t inputs = 0, grads = 0, grad_z = 0, patches = 0, sums = 0, size = 0;
   template <typename T>
@@ -170,7 +170,7 @@ struct ConvScratch {
     patches = take(16 * kWinogradTiles * most);
     sums = take(16 * kWinogradTiles * most);
   }
-  // Rows of tiles that make one call: narrow images take several, so that weights are read for enough tiles at once.
+  // Rows of tiles per call: several for narrow images, so that weights are read for enough tiles at once.
   static int64_t tile_rows(int64_t high, int64_t wide) {
     return std::clamp<int64_t>(16 / ((wide + 1) / 2), 1, (high + 1) / 2);
   }
@@ -180,7 +180,7 @@ int64_t norm_conv_scratch(const NormConvArgs<T>& args) {
   return ConvScratch(args).size;
 }
 
-// Mean and sum of squared distances from it, per channel, of `count` pixels; twice over them, so that nothing cancels.
+// Mean and sum of squared distances from it, per channel, over `count` pixels; in two passes, so that nothing cancels.
 template <typename T>
 void pixel_stats(const T* y, int64_t count, int64_t channels, T* mean, T* square) {
   by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
@@ -206,9 +206,9 @@ void pixel_stats(const T* y, int64_t count, int64_t channels, T* mean, T* square
   });
 }
 
-// ---- depthwise: a channel sees itself alone
+// ---- depthwise: channels do not mix
 
-// taps[t]: where it reads, relative to a pixel, and its weights [channels].
+// taps[t]: where it reads relative to a pixel, and its weights [channels].
 template <typename T>
 struct Tap {
   int64_t offset;
@@ -231,15 +231,16 @@ void depthwise_row(int64_t pixels, int64_t channels, const Tap<T>* taps, int64_t
   });
 }
 
-// sums[tap, channel] += source at the tap * grad, over high x wide pixels. Distances: of a pixel of the source as the
-// gradient's pixels see it, of a tap, of a row of either, and of a pixel of the gradient.
+// sums[tap, channel] += source at the tap * grad, over high x wide pixels. DepthwiseSteps: the distances in memory
+// between the source's pixels (for neighbouring pixels of the gradient), taps and rows, and the gradient's pixels and
+// rows.
 struct DepthwiseSteps {
   int64_t pixel, tap, row, tap_row, grad_pixel, grad_row;
 };
 template <typename T>
 void depthwise_grad(int64_t high, int64_t wide, int64_t channels, int64_t kernel, const T* source, const T* grad,
                     const DepthwiseSteps& steps, T* sums, int64_t columns) {
-  // All taps of a pixel at once: their sums hide each other's latency, and the gradient is read once.
+  // All taps of a pixel at once: their sums hide each other's latency, and the gradient is read only once.
   const auto taps = [&](auto side) FASTMOD_INLINE_LAMBDA {
     constexpr int k = decltype(side)::value;
     by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
@@ -266,8 +267,8 @@ void depthwise_grad(int64_t high, int64_t wide, int64_t channels, int64_t kernel
 
 // ---- units
 
-// Image `image` of expert `expert`. weight: packed [E, k, k, cin, columns], depthwise [E, k, k, columns], for Winograd's
-// way [E, 16, cin, columns].
+// One image of one expert. weight: packed [E, k, k, cin, columns], depthwise [E, k, k, columns], Winograd
+// [E, 16, cin, columns].
 template <typename T>
 void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t expert, T* scratch) {
   const int64_t k = args.kernel, line = input_line(args);
@@ -286,10 +287,10 @@ void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t exper
     for (int64_t kx = 0; kx < k; ++kx) taps[ky * k + kx] = {ky * line + kx * args.cin, weight + (ky * k + kx) * matrix};
   }
   const int64_t step = strip_rows(args), tall = 2 * ConvScratch::tile_rows(args.out_high, args.out_wide);
-  // While rows oy .. oy + high - 1 are made: the next rows of y, and those of the image that this thread most likely
-  // takes next.
-  const auto soon = [&](int64_t oy, int64_t high) {
-    Soon<T> found;
+  // What to prefetch while rows oy .. oy + high - 1 are computed: the next rows of y, and rows of the image that this
+  // thread most likely takes next.
+  const auto ranges_after = [&](int64_t oy, int64_t high) {
+    PrefetchRanges<T> found;
     if (oy + high < args.out_high) found.write = y + (oy + high) * row, found.write_size = high * row;
     if (image + 1 == args.batch || step < args.out_high) return found;
     const int64_t in_row = args.stride * args.wide * args.cin;
@@ -304,7 +305,8 @@ void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t exper
       for (int64_t oy = first; oy < end; oy += tall) {
         const int64_t high = std::min(tall, end - oy);
         winograd_rows(strip + (oy - first) * line, line, args.cin, weight, args.columns, {.bias = bias}, args.cout,
-                      high, args.out_wide, y + oy * row, row, scratch + at.patches, scratch + at.sums, soon(oy, tall));
+                      high, args.out_wide, y + oy * row, row, scratch + at.patches, scratch + at.sums,
+                      ranges_after(oy, tall));
       }
       continue;
     }
@@ -315,7 +317,7 @@ void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t exper
                       bias);
       else
         conv_row(args.out_wide, args.cout, args.columns, runs, k, source, args.stride * args.cin, y + oy * row,
-                 args.cout, bias, {1, 0, 0, 0, soon(oy, 1)});
+                 args.cout, bias, {1, 0, 0, 0, ranges_after(oy, 1)});
     }
   }
   if (args.unit_mean)
@@ -323,7 +325,7 @@ void norm_conv_forward(const NormConvArgs<T>& args, int64_t image, int64_t exper
                 args.unit_square + index * args.cout);
 }
 
-// What the gradient of a row of z becomes: that of x, of scale, shift and gate.
+// Turns the gradient of a row of z into those of x, scale, shift and gate.
 template <typename T>
 void finish_grad_row(const NormConvArgs<T>& args, const ConvUnit<T>& unit, const T* grad_z, int64_t iy, bool add,
                      T* grad_x, T* grad_scale, T* grad_shift, T* grad_gate) {
@@ -359,15 +361,15 @@ void finish_grad_row(const NormConvArgs<T>& args, const ConvUnit<T>& unit, const
   });
 }
 
-// Rows of the gradient of z, [wide, cin], from the strip of that of y, whose first row is `first` - pad. grad_taps:
-// packed [E, rows, columns of taps, cout, columns], in the order in which they meet the strip.
+// A row of the gradient of z, [wide, cin], from the strip of y's gradient, whose first row is `first` - pad. grad_taps:
+// packed [E, rows, columns of taps, cout, columns], in the order in which the strip needs them.
 template <typename T>
 void grad_input_row(const NormConvArgs<T>& args, const T* weight, const T* strip, int64_t first, int64_t iy, T* grad_z) {
   const int64_t k = args.kernel, pad = k / 2, line = grad_line(args);
   const int64_t matrix = args.depthwise ? args.input_columns : args.cout * args.input_columns;
   const int64_t s = args.stride;
-  // Taps in y that meet row (or column) i: with stride 1 all k, from i - pad on; with stride 2 every other: those of even
-  // rows see the middle tap only, those of odd ones the last and the first. k 1: even ones alone see anything.
+  // Taps that contribute to row (or column) i: with stride 1 all k, from i - pad on. With stride 2 every other one: the
+  // middle tap for even rows, the last and the first for odd rows. With k = 1 only even rows get anything.
   const int64_t base = iy / s;
   const bool odd = s == 2 && iy % 2 == 1;
   int64_t kys[3], rows[3], count = 0;  // index of the packed taps, row of y
@@ -401,7 +403,7 @@ void grad_input_row(const NormConvArgs<T>& args, const T* weight, const T* strip
   }
 }
 
-// Images begin .. end - 1 of one expert, or of all in turn where they share x; sums of these go to part `part`.
+// Images begin .. end - 1 of one expert, or of all experts in turn if they share x; sums go to part `part`.
 template <typename T>
 void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin, int64_t end, int64_t expert,
                         T* scratch) {
@@ -455,23 +457,23 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
         if (args.grad_weight) {
           fill_input(args, unit, first * s, (last - 1) * s + 1, inputs);
           T* sums = args.grad_weight + (part * args.experts + e) * taps * matrix;
-          // A band of rows at a time: what the blocks of sums read again and again stays in L1.
+          // A band of rows at a time, so that what the blocks of sums read repeatedly stays in L1.
           const int64_t tiles = 2 * std::clamp<int64_t>(kWinogradTiles / ((args.out_wide + 1) / 2), 1, (args.out_high + 1) / 2);
           const int64_t band = args.winograd ? tiles : std::max<int64_t>(1, 128 / args.out_wide);
           for (int64_t y = first; y < last; y += band) {
             const int64_t high = std::min(band, last - y);
             const T *source = inputs + (y - first) * s * in_line, *grad = inner + (y - first) * out_line;
-            // What the next image needs, while this one's products are computed.
+            // Prefetch what the next image needs while this one's products are computed.
             const bool more = image + 1 < end && step == args.out_high;
-            Soon<T> soon;
+            PrefetchRanges<T> ranges;
             if (more) {
-              soon.read[0] = unit.x + (args.shared ? 1 : args.experts) * args.high * args.wide * args.cin +
+              ranges.read[0] = unit.x + (args.shared ? 1 : args.experts) * args.high * args.wide * args.cin +
                              y * s * args.wide * args.cin;
-              soon.read_size = high * s * args.wide * args.cin;
+              ranges.read_size = high * s * args.wide * args.cin;
             }
             if (args.winograd)
               winograd_weight_sums(source, in_line, args.cin, grad, out_line, args.cout, high, args.out_wide, sums,
-                                   args.columns, scratch + at.patches, scratch + at.sums, soon);
+                                   args.columns, scratch + at.patches, scratch + at.sums, ranges);
             else if (args.depthwise)
               depthwise_grad<T>(high, args.out_wide, args.cout, k, source, grad,
                                 {s * args.cin, args.cin, s * in_line, in_line, args.cout, out_line}, sums, args.columns);
@@ -479,7 +481,7 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
               for (int64_t ky = 0; ky < k; ++ky)
                 conv_grad_run(k * args.cin, args.cout, args.columns, high, args.out_wide, source + ky * in_line,
                               s * args.cin, s * in_line, grad, args.cout, out_line, sums + ky * k * matrix,
-                              {1, 0, 0, 0, ky == 0 ? soon : Soon<T>{}});
+                              {1, 0, 0, 0, ky == 0 ? ranges : PrefetchRanges<T>{}});
           }
         }
         if (need_input) {
@@ -488,18 +490,18 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
           const int64_t tall = args.winograd ? 2 * ConvScratch::tile_rows(args.high, args.wide) : 1;
           for (int64_t iy = first * s; iy < stop; iy += tall) {
             const int64_t high = std::min(tall, stop - iy), row = args.wide * args.cin;
-            Soon<T> soon;
-            if (grad_x) soon.write = grad_x + iy * row, soon.write_size = high * row;
+            PrefetchRanges<T> ranges;
+            if (grad_x) ranges.write = grad_x + iy * row, ranges.write_size = high * row;
             if (image + 1 < end && step == args.out_high) {
               const int64_t out_row = args.out_wide * args.cout;
               const int64_t next = (index + args.experts) * args.out_high * out_row + iy * out_row;
-              soon.read[0] = args.grad + next;
-              soon.read[1] = args.y_read ? args.y_read + next : nullptr;
-              soon.read_size = high * out_row;
+              ranges.read[0] = args.grad + next;
+              ranges.read[1] = args.y_read ? args.y_read + next : nullptr;
+              ranges.read_size = high * out_row;
             }
             if (args.winograd)
               winograd_rows<T>(grads + (iy - first) * out_line, out_line, args.cout, weight, args.input_columns, {},
-                               args.cin, high, args.wide, grad_z, row, scratch + at.patches, scratch + at.sums, soon);
+                               args.cin, high, args.wide, grad_z, row, scratch + at.patches, scratch + at.sums, ranges);
             else
               grad_input_row(args, weight, grads, first, iy, grad_z);
             for (int64_t i = 0; i < high; ++i)

@@ -1,4 +1,4 @@
-// Spatial mean of the normalised activation, for torch; the work is in norm_pool_kernel.h.
+// The torch-facing side of the spatial mean of a normalised activation; the work is in norm_pool_kernel.h.
 #include "cpu/images.h"
 #include "cpu/norm_pool_kernel.h"
 
@@ -44,7 +44,7 @@ std::vector<Tensor> norm_pool_backward(const Tensor& grad, const Tensor& x, cons
   check_norm_pool(x, scale, shift);
   check_like(x, grad, "grad");
   TORCH_CHECK_VALUE(grad.sizes() == x.sizes().slice(0, 3), "grad: expected [B, E, C], got ", grad.sizes());
-  std::vector<Tensor> result;  // empty where not needed, and no two the same: results of an op must not share memory
+  std::vector<Tensor> result;  // empty where not needed; separate tensors, as results of an op must not share memory
   for (int i = 0; i < 3; ++i) result.push_back(at::empty({0}, x.options()));
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);

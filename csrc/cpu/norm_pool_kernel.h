@@ -1,11 +1,11 @@
-// Spatial mean of relu(scale * x + shift) of images [H, W, C].
+// The spatial mean of relu(scale * x + shift), for images [H, W, C].
 #pragma once
 
 #include "cpu/kernels.h"
 
 namespace fastmod::cpu {
 
-// The spatial mean of relu(scale * x + shift) of images [B, E, H * W, C].
+// The spatial mean of relu(scale * x + shift), for images [B, E, H * W, C].
 template <typename T>
 struct NormPoolArgs {
   int64_t experts, pixels, channels;
@@ -31,8 +31,8 @@ struct NormPoolKernels {
 
 namespace fastmod::cpu::FASTMOD_ISA {
 
-// step(p, sums) for the pixels at p = first, first + channels, .. below size; add(sums) after every run of them. kWays sums
-// in flight hide each other's latency, and short sums, then their sum, lose fewer digits than one long sum.
+// Calls step(p, sums) for the pixels at p = first, first + channels, .. below size, and add(sums) after every run of
+// them. kWays sums in flight hide each other's latency, and short sums lose fewer digits than one long sum.
 template <int kWays, typename Sums, typename Step, typename Add>
 FASTMOD_INLINE void by_pixels(int64_t first, int64_t size, int64_t channels, const Step& step, const Add& add) {
   constexpr int64_t kRun = 128;
@@ -81,7 +81,7 @@ void norm_pool_backward(const NormPoolArgs<T>& args, int64_t index) {
   by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
     const int64_t at = expert * channels + c, place = index * channels + c;
     const Vec<T> scale = load_lanes(args.scale + at, left), shift = load_lanes(args.shift + at, left);
-    // Every pixel has the same gradient: sums without it are counts, which are exact, and short sums of x.
+    // Every pixel has the same gradient. Leaving it out of the sums makes them counts, which are exact, and sums of x.
     const Vec<T> grad = load_lanes(args.grad + place, left) / T(args.pixels);
     Sums total{};
     by_pixels<2, Sums>(
@@ -102,7 +102,7 @@ void norm_pool_backward(const NormPoolArgs<T>& args, int64_t index) {
           total.count += sums.count;
           total.in += sums.in;
         });
-    const Vec<T> factor = total.count > Vec<T>{} ? grad : Vec<T>{};  // where none passed, a NaN did not either
+    const Vec<T> factor = total.count > Vec<T>{} ? grad : Vec<T>{};  // 0 where none passed: NaNs count as passed
     if (args.grad_scale) store_lanes(args.grad_scale + place, total.in * factor, left);
     if (args.grad_shift) store_lanes(args.grad_shift + place, total.count * factor, left);
   });

@@ -1,4 +1,5 @@
-// The end of a residual block and the gated sum over experts, for torch; the work is in norm_sum_kernel.h.
+// The torch-facing side of the end of a residual block and the gated sum over experts; the work is in
+// norm_sum_kernel.h.
 #include "cpu/images.h"
 #include "cpu/norm_sum_kernel.h"
 
@@ -64,7 +65,7 @@ std::vector<Tensor> norm_sum_backward(const Tensor& grad, const Tensor& x, const
   TORCH_CHECK_VALUE(grad.dim() == (gate ? 4 : 5) && grad.numel() * (gate ? x.size(1) : 1) == x.numel(),
                     "grad: expected the shape of the output, got ", grad.sizes());
   const auto type = x.scalar_type();
-  std::vector<Tensor> result;  // empty where not needed, and no two the same: results of an op must not share memory
+  std::vector<Tensor> result;  // empty where not needed; separate tensors, as results of an op must not share memory
   for (int i = 0; i < 7; ++i) result.push_back(at::empty({0}, x.options()));
   with_compute_type(x, [&](auto zero) {
     using T = decltype(zero);
@@ -91,7 +92,7 @@ std::vector<Tensor> norm_sum_backward(const Tensor& grad, const Tensor& x, const
     if (needs[2]) result[2] = parameter_grad<T>(grad_shift, problem.shift);
     if (needs[3]) result[3] = in_type(grad_residual, type);
     if (needs[4]) result[4] = parameter_grad<T>(grad_other, problem.residual_scale);
-    if (needs[5]) result[5] = parameter_grad<T>(grad_shift, problem.residual_shift);  // both shifts are added alike
+    if (needs[5]) result[5] = parameter_grad<T>(grad_shift, problem.residual_shift);  // both shifts have this gradient
     if (needs[6]) result[6] = in_type(grad_gate, type);
   });
   return result;

@@ -1,11 +1,11 @@
-// The end of a residual block, of images [H, W, C], and the gated sum over experts.
+// The end of a residual block, for images [H, W, C], and the gated sum over experts.
 #pragma once
 
 #include "cpu/kernels.h"
 
 namespace fastmod::cpu {
 
-// relu(scale * x + shift + residual) of images [B, E, H * W, C], and its gated sum over experts.
+// relu(scale * x + shift + residual), for images [B, E, H * W, C], and its gated sum over experts.
 template <typename T>
 struct NormSumArgs {
   int64_t experts, pixels, channels;
@@ -101,7 +101,7 @@ void norm_sum_backward(const NormSumArgs<T>& args, int64_t image) {
       const Vec<T> other_shift = scaled ? load_lanes(args.residual_shift + at, left) : Vec<T>{};
       Vec<T> sums{}, of_scale{}, of_shift{}, of_other_scale{};
       for (int64_t first = c; first < size; first += kSumPixels * channels) {
-        Vec<T> block{}, block_scale{}, block_shift{}, block_other{};  // short sums first: long ones lose digits
+        Vec<T> block{}, block_scale{}, block_shift{}, block_other{};  // short sums first: long ones would lose digits
         for (int64_t p = first; p < std::min(first + kSumPixels * channels, size); p += channels) {
           const Vec<T> in = load_lanes(x + p, left);
           const Vec<T> other = residual ? load_lanes(residual + p, left) : Vec<T>{};

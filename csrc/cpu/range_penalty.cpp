@@ -8,7 +8,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kElementsEach = 16384;  // fixed pieces, so that the sum does not depend on the number of threads
+constexpr int64_t kElementsEach = 16384;  // fixed, so that the sum does not depend on the number of threads
 
 int64_t pieces(const Tensor& tensor) { return (tensor.numel() + kElementsEach - 1) / kElementsEach; }
 

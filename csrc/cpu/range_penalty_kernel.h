@@ -27,7 +27,7 @@ FASTMOD_INLINE Vec<T> excess(Vec<T> value, T threshold) {  // t - clamp(t); a Na
   return value - inside;
 }
 
-// An infinite t would give inf - inf where t is clamped to itself; the threshold is finite, so it gives inf.
+// An infinite t gives inf, as the threshold is finite.
 template <typename T>
 double range_penalty_forward(const T* logits, int64_t count, double threshold) {
   constexpr int64_t kRun = 16 * kLanes<T>;  // short sums in T, their sum in fp64: long ones would lose digits

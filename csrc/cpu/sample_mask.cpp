@@ -4,7 +4,7 @@
 namespace fastmod::cpu {
 namespace {
 
-constexpr int64_t kWeightsEach = 4096;  // weights that one call of the kernel takes
+constexpr int64_t kWeightsEach = 4096;  // weights per call of the kernel
 
 template <typename T, typename Kernel>
 void over_weights(int64_t weights, int64_t samples, double cycles_each, const Tensor& like, Kernel kernel) {

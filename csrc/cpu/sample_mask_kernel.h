@@ -1,17 +1,17 @@
-// Masks over weights, drawn and applied.
+// Draws masks over weights and applies them.
 #pragma once
 
 #include "cpu/kernels.h"
 
 namespace fastmod::cpu {
 
-// Masks over `count` weights: noise of samples first .. first + samples - 1.
+// Masks over `count` weights, with the noise of samples first .. first + samples - 1.
 template <typename T>
 struct MaskArgs {
   int64_t count, first, samples, seed;
   uint32_t stream;
   double tau;
-  const T *logits, *weight;  // [P], the weight may be null
+  const T *logits, *weight;  // [P]; the weight may be null
   T* out;                    // [S, P], forward only
   const T *grad, *base;      // [S, P], [P] or null, backward only
   T* grad_logits;            // [P]
@@ -35,8 +35,7 @@ namespace fastmod::cpu::FASTMOD_ISA {
 
 typedef uint64_t WideVec __attribute__((vector_size(FASTMOD_VECTOR_BYTES)));
 constexpr int kWideLanes = FASTMOD_VECTOR_BYTES / 8;
-// Vectors in flight: a round waits for its multiplications, several independent ones fill the wait. As many as the
-// registers hold.
+// Independent vectors in flight hide the latency of a round's multiplications; as many as the registers hold.
 constexpr int kWideVectors = FASTMOD_VECTOR_BYTES == 64 ? 4 : FASTMOD_VECTOR_BYTES == 32 ? 3 : 2;
 constexpr int64_t kNoiseBatch = 4 * kWideLanes * kWideVectors;
 
@@ -55,15 +54,15 @@ FASTMOD_INLINE WideVec multiply_low(WideVec a, WideVec b) {
 
 FASTMOD_INLINE WideVec wide_splat(uint64_t value) { return value - WideVec{}; }
 
-// What the groups of a seed and a stream have in common. Up to group 2^32 three words of the counter are the same for
-// all, so that most of the first three rounds is too, and is folded into their keys: an eighth of all instructions. To
-// read the rest costs less than to make it anew for every batch, and takes no registers.
+// What all groups of a seed and a stream have in common. Below group 2^32 they share three words of the counter and so
+// most of the first three rounds, which is folded into the keys and saves an eighth of all instructions. The other keys
+// are read from memory, which costs less than recomputing them for every batch and takes no registers.
 struct NoiseKeys {
   static constexpr int kRounds = 10;
   static constexpr uint64_t kEnd = uint64_t(1) << 32;  // the first group for which this does not hold
   static constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
   WideVec round[kRounds][2];
-  WideVec lanes[kWideVectors];  // the first product of every lane, less that of the batch's first group
+  WideVec lanes[kWideVectors];  // the first product of every lane minus that of the batch's first group
   int64_t seed;
   uint32_t stream;
 
@@ -82,21 +81,21 @@ struct NoiseKeys {
     key[2][1] ^= uint32_t(second);
     for (int r = 0; r < kRounds; ++r)
       for (int i = 0; i < 2; ++i) round[r][i] = wide_splat(key[r][i]);
-    // Even lanes have the first half of a vector's groups, odd ones the second: so the words leave the last step in
-    // order.
+    // Even lanes hold the first half of a vector's groups, odd lanes the second, so that the last step leaves the words
+    // in order.
     for (int v = 0; v < kWideVectors; ++v)
       for (int i = 0; i < kWideLanes; ++i)
         lanes[v][i] = uint64_t(v * kWideLanes + i / 2 + i % 2 * (kWideLanes / 2)) * kMultiplier0;
   }
 };
 
-// The even lanes of a and b in turn, or the odd ones (kOdd = 1).
+// Interleaves the even lanes of a and b, or the odd ones (kOdd = 1).
 template <int kOdd, size_t... i>
 FASTMOD_INLINE WideVec alternate(WideVec a, WideVec b, std::index_sequence<i...>) {
   return __builtin_shufflevector(a, b, int(i - i % 2 + kOdd + i % 2 * kWideLanes)...);
 }
 
-// Groups that NoiseKeys does not hold for: of 2^34 masks and more. Apart, so that it is in nobody's way.
+// Groups that NoiseKeys does not cover, from 2^34 masks on. Kept out of line so that the usual path stays short.
 __attribute__((noinline, cold)) inline void distant_noise(const NoiseKeys& keys, uint64_t group, int64_t groups,
                                                           uint32_t* to) {
   for (int64_t i = 0; i < groups; ++i) {
@@ -105,7 +104,7 @@ __attribute__((noinline, cold)) inline void distant_noise(const NoiseKeys& keys,
   }
 }
 
-// The words of kVectors vectors of groups from `group` on.
+// The words of kVectors vectors of groups, starting at `group`.
 template <int kVectors>
 FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint64_t group, uint32_t* to) {
   constexpr int64_t kGroups = kVectors * kWideLanes;
@@ -121,7 +120,7 @@ FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint64_t group, uint32_t*
     c0[v] = (product1 >> 32) ^ keys.round[1][0];
     c1[v] = product1;
     c2[v] = product0 ^ keys.round[1][1];
-    c3[v] = WideVec{};  // in the key of the next round
+    c3[v] = WideVec{};  // folded into the key of the next round
   }
 #pragma GCC unroll 10
   for (int r = 2; r + 1 < keys.kRounds; ++r) {
@@ -129,8 +128,8 @@ FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint64_t group, uint32_t*
     for (int v = 0; v < kVectors; ++v) {
       const WideVec product0 = multiply_low(c0[v], multiplier0), product1 = multiply_low(c2[v], multiplier1);
       WideVec with0 = c1[v] ^ keys.round[r][0], with1 = c3[v] ^ keys.round[r][1];
-      // The keys first, which wait for nothing; the compiler would take the products first, and wait longer. AVX-512 has
-      // an instruction for all three.
+      // Combines with the keys first, as they are ready; the compiler would start with the products and wait longer.
+      // AVX-512 has one instruction for all three.
       if (FASTMOD_VECTOR_BYTES < 64) with0 = opaque(with0), with1 = opaque(with1);
       c0[v] = (product1 >> 32) ^ with0;
       c1[v] = product1;
@@ -146,7 +145,7 @@ FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint64_t group, uint32_t*
   const WideVec low = wide_splat(0xffffffffu);
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v, to += 4 * kWideLanes) {
-    // The last round leaves two words in a lane, the first in its low half, as little-endian memory has them.
+    // The last round leaves two words in a lane, the first in its low half: their order in little-endian memory.
     const WideVec product0 = multiply_low(c0[v], multiplier0), product1 = multiply_low(c2[v], multiplier1);
     const WideVec first = swapped(product1) ^ ((c1[v] ^ key[0]) & low);
     const WideVec second = swapped(product0) ^ ((c3[v] ^ key[1]) & low);
@@ -156,7 +155,7 @@ FASTMOD_INLINE void noise_batch(const NoiseKeys& keys, uint64_t group, uint32_t*
   }
 }
 
-// The words of elements start .. start + count - 1, in `buffer` of count + 3 + kNoiseBatch entries.
+// The words of elements start .. start + count - 1, within a buffer of count + 3 + kNoiseBatch entries.
 inline const uint32_t* noise_words(const NoiseKeys& keys, uint64_t start, int64_t count, uint32_t* buffer) {
   const int64_t groups = (int64_t(start % 4) + count + 3) / 4;
   int64_t done = 0;
@@ -175,9 +174,9 @@ inline const uint32_t* noise_words(const NoiseKeys& keys, uint64_t start, int64_
 // Keeps the compiler from fusing the product into an FMA, whose single rounding other backends do not have.
 FASTMOD_INLINE Vec<float> unfused(Vec<float> product) { return opaque(product); }
 
-// exp(-|l|), by the formula of constants.h up to |l| = 32. Beyond, where it does not matter to the masks any more
-// (none of their words is off, or all), this goes on for the gradient, down to where it would not be a normal number.
-// Several vectors side by side: a step waits for the one before, others fill the wait.
+// exp(-|l|), by the formula of constants.h up to |l| = 32. Beyond that masks no longer change (no word is off, or all
+// are), and the gradient needs it down to the smallest normal number. Several vectors side by side hide the latency of
+// each step.
 template <int kVectors>
 FASTMOD_INLINE void mask_decay(const Vec<float>* logit, Vec<float>* decay) {
   const Vec<float> far = splat(-87.0f);
@@ -203,13 +202,13 @@ FASTMOD_INLINE void mask_decay(const Vec<float>* logit, Vec<float>* decay) {
   }
 }
 
-// If the logit is NaN: any number, as no mask follows from it.
+// Any number if the logit is NaN: no mask is made from it then.
 FASTMOD_INLINE IntVec words_off(Vec<float> logit, Vec<float> a) {
   const IntVec off = __builtin_convertvector((a / (a + 1.0f)) * mask::kWordsF + 0.5f, IntVec);
   return logit < 0.0f ? mask::kWords - off : off;
 }
 
-constexpr int64_t kMaskChunk = 1024;  // weights that are taken through all samples at a time
+constexpr int64_t kMaskChunk = 1024;  // weights that go through all samples together
 
 FASTMOD_INLINE bool any(IntVec v) {
   int32_t found = 0;
@@ -217,8 +216,8 @@ FASTMOD_INLINE bool any(IntVec v) {
   return found != 0;
 }
 
-// Per weight, if asked for: how many words switch it off, and what the gradient needs, exp(-|l|). Returns whether a
-// logit is NaN.
+// Per weight, `off`: how many words switch it off, and `decay`: exp(-|l|), which the gradient needs; either may be
+// null. Returns whether a logit is NaN.
 inline bool prepare_masks(const float* logits, int64_t count, int32_t* off, float* decay) {
   IntVec nans{};
   int64_t i = 0;
@@ -264,8 +263,8 @@ inline bool prepare_masks(const double* logits, int64_t count, int32_t* off, dou
 
 // ---- one sample of a run of weights
 
-// kLanes<T> uniforms of the noise contract, counted from the side that the logits favour: u, or 1 - u where a logit is
-// negative. Of the words with all bits turned round that is what the contract makes.
+// kLanes<T> uniforms of the noise contract, measured from the side that the logits favour: u, or 1 - u where a logit is
+// negative. The contract turns a word with all bits inverted into 1 - u.
 template <typename T>
 FASTMOD_INLINE Vec<T> load_favoured(const uint32_t* words, Vec<T> logit) {
   typedef uint32_t Words __attribute__((vector_size(4 * kLanes<T>)));
@@ -278,7 +277,7 @@ FASTMOD_INLINE Vec<T> load_favoured(const uint32_t* words, Vec<T> logit) {
   return __builtin_convertvector((Counts)(some >> 9), Vec<T>) * T(1.0 / 8388608.0) + T(0.5 / 8388608.0);
 }
 
-// One sample of weights begin .. begin + count - 1. Each of the results may be null.
+// One sample of weights begin .. begin + count - 1. Any result may be null.
 template <typename T>
 struct MaskRun {
   int64_t sample, begin, count;
@@ -291,17 +290,17 @@ struct MaskRun {
   const T* grad;         // of the masked weights
   T *grad_logits;        // += grad * derivative of the relaxed mask
   T *grad_weight;        // += grad * mask
-  const T *soon_logits, *soon_weight;  // what comes next, or null: this sample asks for its share of it
+  const T *next_logits, *next_weight;  // what this sample prefetches: its share of the next piece, or null
 };
 
-// 1 where a lane is true, else 0
+// 1 where a lane is true, else 0.
 template <typename T, typename Truth>
 FASTMOD_INLINE Vec<T> as_ones(Truth kept) {
   if constexpr (sizeof(T) == 4) return (Vec<T>)(kept & (Truth)splat(T(1)));
   else return Vec<T>{} - __builtin_convertvector(kept, Vec<T>);  // a minus alone would make zeros negative
 }
 
-// Which of kLanes<T> weights are kept: lanes of 32 bits, all set or none
+// Which of kLanes<T> weights are kept: lanes of 32 bits, all set or all clear.
 template <typename T>
 FASTMOD_INLINE auto compare_kept(const uint32_t* words, const int32_t* off) {
   typedef int32_t Counts __attribute__((vector_size(4 * kLanes<T>)));
@@ -312,13 +311,13 @@ FASTMOD_INLINE auto compare_kept(const uint32_t* words, const int32_t* off) {
   std::memcpy(&limit, off, sizeof(limit));
   return Counts((Counts)(some >> 9) >= limit);
 }
-// 1 where a weight is kept, else 0
+// 1 where a weight is kept, else 0.
 template <typename T>
 FASTMOD_INLINE Vec<T> load_kept(const uint32_t* words, const int32_t* off) {
   return as_ones<T>(compare_kept<T>(words, off));
 }
 
-// The lanes that are true as bits, and back.
+// Packs true lanes into bits, and back.
 template <typename Truth>
 FASTMOD_INLINE uint16_t bits_of(Truth kept) {
 #if FASTMOD_VECTOR_BYTES == 64
@@ -360,7 +359,7 @@ FASTMOD_INLINE Vec<T> slope_at(Vec<T> size, Vec<T> u, T inverse_tau) {
   return e / (whole * whole) * inverse_tau;
 }
 
-// Entries at .. at + count - 1 of a run, whose words are drawn.
+// Entries at .. at + count - 1 of a run, with their words already drawn.
 template <typename T, typename Count>
 FASTMOD_INLINE void mask_part(const MaskArgs<T>& args, const MaskRun<T>& run, int64_t at, Count count,
                               const uint32_t* words) {
@@ -389,7 +388,7 @@ FASTMOD_INLINE void mask_part(const MaskArgs<T>& args, const MaskRun<T>& run, in
   if (run.grad_weight)
     add(run.grad_weight, [&](int64_t i, auto) FASTMOD_INLINE_LAMBDA { return kept(i); });
   for (int64_t i = 0; run.has_nan && i < count; ++i)
-    if (logits[i] != logits[i]) {  // no NaN turns into a confident mask
+    if (logits[i] != logits[i]) {  // a NaN must not become a confident mask
       if (run.masked) run.masked[at + i] = logits[i];
       if (run.grad_weight) run.grad_weight[at + i] = logits[i];
     }
@@ -406,20 +405,20 @@ FASTMOD_INLINE void mask_part(const MaskArgs<T>& args, const MaskRun<T>& run, in
     });
 }
 
-// Inlined, as a run may be a short row of a piece: to write down its description would cost as much as a batch of
+// Inlined, as a run may be a short row of a piece: writing its MaskRun to memory would cost as much as a batch of
 // noise.
 template <typename T>
 FASTMOD_INLINE void mask_run(const MaskArgs<T>& args, const NoiseKeys& keys, const MaskRun<T>& run) {
   alignas(64) uint32_t buffer[kMaskChunk + 3 + kNoiseBatch];
   const uint64_t start = uint64_t(args.first + run.sample) * uint64_t(args.count) + uint64_t(run.begin);
   int64_t at = 0;
-  // Batch by batch: while the words of one are computed, what the other reads and writes finds its way, and so does a
-  // little of what comes next. All of that at once would wait for one another.
-  const int64_t soon = kNoiseBatch / args.samples;
-  for (int64_t next = 0; start % 4 == 0 && at + kNoiseBatch <= run.count; at += kNoiseBatch, next += soon) {
-    if (run.soon_logits) {
-      prefetch<0>(run.soon_logits + next, soon);
-      prefetch<0>(run.soon_weight + next, soon);
+  // Batch by batch: while the words of one are computed, the loads and stores of another complete, and a little of the
+  // next piece is prefetched. All of it at once would stall.
+  const int64_t each = kNoiseBatch / args.samples;
+  for (int64_t next = 0; start % 4 == 0 && at + kNoiseBatch <= run.count; at += kNoiseBatch, next += each) {
+    if (run.next_logits) {
+      prefetch<0>(run.next_logits + next, each);
+      prefetch<0>(run.next_weight + next, each);
     }
     noise_batch<kWideVectors>(keys, (start + uint64_t(at)) / 4, buffer);
     mask_part<T>(args, run, at, std::integral_constant<int64_t, kNoiseBatch>{}, buffer);

@@ -1,5 +1,5 @@
-// What lies between the passes over images, for the torch-facing CPU code: batch norms of statistics that are there, fully
-// connected layers with batch norm over the batch. One thread: it is little.
+// The small steps between the passes over images, for the torch-facing CPU code: batch norms with known statistics, and
+// fully connected layers with batch norm over the batch. One thread is enough for them.
 #pragma once
 
 #include "cpu/images.h"
@@ -7,7 +7,7 @@
 
 namespace fastmod::cpu {
 
-// weight [T, rows, columns] -> [T, rows, width], or transposed [T, columns, width]; row r times scale[t, r].
+// weight [T, rows, columns] -> [T, rows, width], or transposed [T, columns, width]; row r is multiplied by scale[t, r].
 template <typename T>
 at::Tensor padded(const at::Tensor& weight, int64_t rows, int64_t columns, int64_t width, bool transposed, const T* scale) {
   const int64_t tasks = weight.size(0), lines = transposed ? columns : rows;
@@ -22,7 +22,7 @@ at::Tensor padded(const at::Tensor& weight, int64_t rows, int64_t columns, int64
   return out;
 }
 
-// One batch norm, of [T, channels].
+// One batch norm of [T, channels].
 template <typename T>
 struct Norm {
   int64_t tasks, channels;
@@ -40,9 +40,9 @@ struct Norm {
     T* to = scale.data_ptr<T>();
     for (int64_t i = 0; i < tasks * channels; ++i) to[i] = static_cast<T>(w[i] / std::sqrt(v[i] + eps));
   }
-  // The backward of task t, from the sums over all values of the gradient and of the gradient times the centred value. What
-  // a value's gradient becomes: factors[0] * (gradient - factors[1] - factors[2] * centred value), the difference first, which
-  // where a batch hardly varies is all that is left under a large scale.
+  // The backward of task t, from the sums over all values of the gradient and of gradient times centred value. A
+  // value's gradient becomes factors[0] * (gradient - factors[1] - factors[2] * centred value). The difference comes
+  // first: where a batch hardly varies the scale is large, and the difference is tiny.
   void backward(int64_t t, const double* sums, const double* products, T* factors, T* grad_weight, T* grad_bias) const {
     const T *v = var.const_data_ptr<T>() + t * channels, *s = scale.const_data_ptr<T>() + t * channels;
     for (int64_t c = 0; c < channels; ++c) {
@@ -106,7 +106,7 @@ struct Dense {
         }
     return {raw, result};
   }
-  // grad [T, B, out], of what comes after the batch norm, is written over -> gradients of input, weight, norm.
+  // grad [T, B, out], with respect to the batch norm's output, is overwritten -> gradients of input, weight, norm.
   std::array<at::Tensor, 4> backward(T* grad, const T* raw, const T* input) {
     const at::Tensor grad_input = empty_wide({tasks, batch, in}, weight);
     const at::Tensor grad_weight = empty_wide({tasks, out, in}, weight), packed = empty_wide({out, in_columns}, weight);
@@ -142,7 +142,7 @@ struct Dense {
   }
 };
 
-// Sums over the batch of [B, T, channels], or where tasks come first of [T, B, channels], of task t.
+// Sums over the batch of task t, in [B, T, channels], or in [T, B, channels] if tasks come first.
 template <typename T>
 std::vector<double> batch_sums(const T* units, int64_t batch, int64_t stride, int64_t channels) {
   std::vector<double> sums(channels, 0.0);

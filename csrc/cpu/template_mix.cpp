@@ -1,4 +1,4 @@
-// Weights of layers as mixtures of templates, for torch; the work is in template_mix_kernel.h.
+// The torch-facing side of weights as mixtures of templates; the work is in template_mix_kernel.h.
 #include <ATen/Functions.h>
 
 #include "cpu/host.h"
@@ -9,14 +9,14 @@ namespace {
 
 using at::Tensor;
 
-// Pieces of the bank whose parts of the gradient of the weights are added up at the end: as many whatever the number of
-// threads, so that the sum does not depend on it, and few, as each is as large as the weights.
+// Pieces of the bank; the gradient of the weights is the sum over them. A fixed number, so that the sum does not depend
+// on the number of threads, and a small one, as each partial sum is as large as the weights.
 constexpr int64_t kParts = 64;
-constexpr int64_t kTileElements = 65536;  // of a tile of the bank and of the gradient: half of a second-level cache
+constexpr int64_t kTileElements = 65536;  // in a tile of the bank and of the gradient: half of a second-level cache
 
 int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// In fp64: a few numbers beside the bank, and nothing is lost.
+// In fp64: these are few numbers compared with the bank, and nothing is lost.
 template <typename T>
 std::vector<double> mixing_weights(const Tensor& logits, int64_t templates, int64_t mixing) {
   const Tensor wide = readable(logits);
@@ -28,12 +28,12 @@ std::vector<double> mixing_weights(const Tensor& logits, int64_t templates, int6
     double *w = &weights[row], sum = 0;
     const double largest = *std::max_element(w, w + templates);
     for (int64_t k = 0; k < templates; ++k) sum += w[k] = std::exp(w[k] - largest);
-    for (int64_t k = 0; k < templates; ++k) w[k] /= sum;  // a NaN is in the sum, so in all
+    for (int64_t k = 0; k < templates; ++k) w[k] /= sum;  // a NaN reaches the sum, and so all weights
   }
   return weights;
 }
 
-// The gradient of the logits from that of the weights, in its place.
+// Turns the gradient of the weights into that of the logits, in place.
 void through_mixing(const std::vector<double>& weights, std::vector<double>& grad, int64_t templates, int64_t mixing) {
   if (mixing == 1)
     for (size_t i = 0; i < grad.size(); ++i) grad[i] *= 1 - weights[i] * weights[i];
@@ -62,7 +62,7 @@ struct Problem {
     args.weights = weights.const_data_ptr<T>();
     args.bank = bank.const_data_ptr<T>();
   }
-  // A product and a sum per lane and cycle, and a line of memory in some cycles more.
+  // A product and a sum per lane and cycle, plus some cycles per line of memory.
   double cycles(int64_t columns) const { return columns * (args.rows * args.templates / 16.0 + args.rows / 4.0 + 1); }
 };
 
@@ -94,7 +94,7 @@ std::vector<Tensor> template_mix_backward(const Tensor& grad, const Tensor& logi
                     "grad: expected the shape of the output, got ", grad.sizes());
   const auto type = bank.scalar_type();
   std::vector<Tensor> result(2);
-  for (int i = 0; i < 2; ++i)  // empty where not needed, and no two the same: results of an op must not share memory
+  for (int i = 0; i < 2; ++i)  // empty where not needed; separate tensors, as results of an op must not share memory
     if (!needs[i]) result[i] = at::cpu::empty({0}, bank.options());
   if (grad.numel() == 0) {
     if (needs[0]) result[0] = at::zeros(logits.sizes(), logits.options());

@@ -9,7 +9,7 @@ namespace fastmod::cpu {
 template <typename T>
 struct TemplateMixArgs {
   int64_t rows, templates, size;
-  int64_t tile;  // columns of the bank that stay in cache for all rows
+  int64_t tile;  // columns of the bank taken at a time: they stay in cache for all rows
   const T *weights, *bank;
   T* out;         // [R, P], forward only
   const T* grad;  // [R, P], backward only
@@ -37,13 +37,13 @@ void template_mix_forward(const TemplateMixArgs<T>& args, int64_t first, int64_t
                           args.size, args.out + first, args.size, {});
 }
 
-// A tile of the bank with its columns as rows, or the sums of a tile.
+// Room for a transposed tile of the bank, or for the sums of a tile.
 template <typename T>
 int64_t template_mix_scratch(const TemplateMixArgs<T>& args) {
   return args.templates * (args.templates >= kLanes<T> ? args.tile : args.rows);
 }
 
-// Columns first .. end - 1, a tile at a time: while its gradient is in cache both gradients are computed from it.
+// Columns first .. end - 1, a tile at a time: both gradients are computed while the tile's gradient is in cache.
 template <typename T>
 void template_mix_backward(const TemplateMixArgs<T>& args, int64_t first, int64_t end, T* grad_weights, T* scratch) {
   const int64_t rows = args.rows, templates = args.templates, size = args.size;
@@ -58,7 +58,7 @@ void template_mix_backward(const TemplateMixArgs<T>& args, int64_t first, int64_
       transpose(bank, size, templates, columns, scratch, templates);
       gemm<T, Prefetch::kNone>(rows, templates, columns, {grad, size, 1}, scratch, templates, grad_weights, templates,
                               {.accumulate = at > first});
-    } else {  // too few for vectors of templates
+    } else {  // too few templates to fill vectors
       const bool add = at > first;
       dots(rows, templates, columns, grad, size, bank, size, add ? scratch : grad_weights, templates);
       for (int64_t i = 0; add && i < rows * templates; ++i) grad_weights[i] += scratch[i];

@@ -46,7 +46,8 @@ template <typename T>
 FASTMOD_INLINE void store(T* p, Vec<T> v) {
   *reinterpret_cast<typename Vector<T>::unaligned*>(p) = v;
 }
-// Past the caches, to a multiple of the vector's size; a fence must follow before others read it.
+// Stores past the caches; the address must be a multiple of the vector's size, and a fence must follow before another
+// thread reads it.
 template <typename T>
 FASTMOD_INLINE void stream(T* p, Vec<T> v) {
 #if FASTMOD_VECTOR_BYTES == 64
@@ -95,7 +96,7 @@ FASTMOD_INLINE void store_first(T* p, Vec<T> v, int64_t count) {
 }
 #endif
 
-// Calls step(i, lanes) for every whole vector of `count` entries, then for the entries that are left.
+// Calls step(i, lanes) for every whole vector of `count` entries, then for the rest.
 template <typename T, typename Count, typename Step>
 FASTMOD_INLINE void by_vectors(Count count, const Step& step) {
   int64_t i = 0;
@@ -113,7 +114,7 @@ FASTMOD_INLINE void store_lanes(T* p, Vec<T> v, Lanes lanes) {
   else store(p, v);
 }
 
-// b where it is larger, a NaN in a stays. That is what the instruction does; of the comparison the compiler makes two.
+// The larger of a and b; a NaN in a stays. One instruction does this, but from a comparison the compiler makes two.
 template <typename T>
 FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {
 #if FASTMOD_VECTOR_BYTES == 64
@@ -127,7 +128,7 @@ FASTMOD_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// The same value, of which the compiler knows nothing: it cannot be merged into what follows.
+// The same value, hidden from the compiler, which then cannot merge it with what follows.
 template <typename V>
 FASTMOD_INLINE V opaque(V value) {
 #if FASTMOD_VECTOR_BYTES == 64
@@ -154,8 +155,8 @@ FASTMOD_INLINE T sum_lanes(Vec<T> v) {
   else return v[0];
 }
 
-// 1 / v of ordinary numbers, to one rounding more than a division, which where this is an estimate and two products
-// costs as much as a dozen of them.
+// 1 / v of ordinary numbers, with one more rounding than a division. Where the CPU has an estimate that two products
+// refine, a division costs as much as a dozen products.
 FASTMOD_INLINE Vec<float> reciprocal(Vec<float> v) {
 #if FASTMOD_VECTOR_BYTES == 64
   const Vec<float> near = (Vec<float>)_mm512_rcp14_ps((__m512)v);
@@ -167,7 +168,7 @@ FASTMOD_INLINE Vec<float> reciprocal(Vec<float> v) {
 FASTMOD_INLINE Vec<double> reciprocal(Vec<double> v) { return 1.0 / v; }
 
 // exp: argument reduction and polynomial of Cephes' expf, about 1 ulp; overflow to inf, gradual underflow, NaN kept.
-// kNegative: of arguments that are not above 0, as in a softmax.
+// kNegative: the argument is not above 0, as in a softmax.
 template <bool kNegative = false>
 FASTMOD_INLINE Vec<float> vexp(Vec<float> x) {
   const Vec<float> low = splat(-105.0f), high = splat(89.0f);
@@ -218,7 +219,7 @@ FASTMOD_INLINE Vec<float> vlog(Vec<float> x) {
   return m + y + e * 0.693359375f;
 }
 
-// fp64 serves gradient checks and exactness, not speed: libm, lane by lane.
+// fp64 is for gradient checks and exactness, not for speed: libm, lane by lane.
 template <bool kNegative = false>
 FASTMOD_INLINE Vec<double> vexp(Vec<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
@@ -246,7 +247,7 @@ FASTMOD_INLINE V interleave_high(V a, V b, std::index_sequence<i...>) {
   return __builtin_shufflevector(a, b, (i % 2 ? int(lanes + lanes / 2 + i / 2) : int(lanes / 2 + i / 2))...);
 }
 
-// A block of at most lanes x lanes; kPartial: of `rows` x `columns`, nothing outside them is touched.
+// A block of at most lanes x lanes; kPartial: only `rows` x `columns`, and nothing outside them is touched.
 template <typename T, bool kPartial>
 FASTMOD_INLINE void transpose_block(const T* source, int64_t source_stride, T* target, int64_t target_stride,
                                     int64_t rows, int64_t columns) {
@@ -290,7 +291,7 @@ void transpose(const T* source, int64_t source_stride, int64_t rows, int64_t col
     }
 }
 
-// Rows [count, features] of a batch into a tile [features, kWidth]; columns past `count` are zero.
+// Loads rows [count, features] of a batch into a tile [features, kWidth]; columns past `count` are zero.
 template <int kWidth, typename T>
 void into_tile(const T* source, int64_t count, int64_t features, T* tile) {
   if (count < kWidth)
@@ -303,8 +304,8 @@ void from_tile(const T* tile, int64_t count, int64_t features, T* target) {
   transpose(tile, kWidth, features, count, target, features);
 }
 
-// What comes next spans pages, where the hardware prefetcher stops: ask for it while something else is at work. A tensor
-// at a time, between the steps: all at once would wait for one another, with nothing to compute meanwhile.
+// Data that is needed next spans pages, where the hardware prefetcher stops, so kernels prefetch it while they compute:
+// one tensor at a time, between the steps, as all at once would stall with nothing to compute meanwhile.
 template <int kWrite, typename T>
 FASTMOD_INLINE void prefetch(const T* data, int64_t count) {
 #pragma GCC unroll 8

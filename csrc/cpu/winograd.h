@@ -1,11 +1,11 @@
 // Winograd's F(2x2, 3x3): a 3x3 convolution of stride 1 with 16 products for 4 pixels instead of 36.
 //
-// 4x4 patches of the image, which overlap by two, and the taps become 16 values each; a tile of 2x2 pixels then is a
-// product of matrices for each of the 16, and a sum. All factors are 1 and 1/2: as exact as the direct way. Gradients are
-// the same steps in reverse. A NaN or an infinity in a patch makes its whole tile NaN.
+// 4x4 patches of the image, which overlap by two, and the taps are transformed to 16 values each. A tile of 2x2 pixels
+// is then a matrix product for each of the 16, and a sum. All factors are 1 and 1/2, so it is as exact as direct
+// convolution. Gradients are the same steps in reverse. A NaN or an infinity in a patch makes its whole tile NaN.
 //
-// Why: on one thread of a Zen 4, forward, 64 images, the direct way took 14.4 (4 experts of 16 channels, 32 px), 6.4 (2 of
-// 32, 16 px) and 2.9 ms (64, 8 px), this one 9.7, 3.8 and 1.7; oneDNN's convolution alone 12.2, 5.5 and 2.4.
+// Why: on one thread of a Zen 4, forward, 64 images, direct convolution took 14.4 (4 experts of 16 channels, 32 px),
+// 6.4 (2 of 32, 16 px) and 2.9 ms (64, 8 px), Winograd 9.7, 3.8 and 1.7; oneDNN's convolution alone 12.2, 5.5 and 2.4.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -26,7 +26,7 @@ struct WinogradKernels {
 
 namespace fastmod::cpu::FASTMOD_ISA {
 
-constexpr int64_t kWinogradTiles = 32;  // that one call transforms at most
+constexpr int64_t kWinogradTiles = 32;  // the most tiles per call
 
 // [16] = B' d B of a patch, B' = [1 0 -1 0; 0 1 1 0; 0 -1 1 0; 0 1 0 -1]
 template <typename V>
@@ -132,8 +132,8 @@ void winograd_weight_grads(const T* grads, int64_t count, T* out) {
   }
 }
 
-// A rectangle of tiles of an image in scratch: `rows` x `across`, the first patch at `source`; `line` from one row of
-// pixels to the next.
+// A rectangle of `rows` x `across` tiles of an image in scratch, the first patch at `source`; rows of pixels are `line`
+// elements apart.
 struct Tiles {
   int64_t rows, across, line;
   int64_t count() const { return rows * across; }
@@ -183,12 +183,12 @@ void transform_tile_grads(const Tiles& tiles, const T* source, int64_t channels,
     }
 }
 
-// What becomes of the pixels of a result before they are stored: relu(y + bias + residual), as far as asked for.
+// What happens to the pixels of a result before they are stored: relu(y + bias + residual), each part optional.
 template <typename T>
 struct Finish {
   const T* bias = nullptr;      // [channels]
   const T* residual = nullptr;  // pixels like those of the result
-  int64_t line = 0;             // from one row of these to the next
+  int64_t line = 0;             // from one row of the residual to the next
   bool relu = false;
 
   // Further down and to the right in the same image.
@@ -204,7 +204,7 @@ struct Finish {
   }
 };
 
-// [16, tiles, channels] -> pixels, of which `high` x `wide` exist
+// [16, tiles, channels] -> `high` x `wide` pixels
 template <typename T>
 void transform_tiles(const Tiles& tiles, const T* sums, int64_t channels, const Finish<T>& finish, T* out,
                      int64_t out_line, int64_t high, int64_t wide) {
@@ -231,18 +231,18 @@ void transform_tiles(const Tiles& tiles, const T* sums, int64_t channels, const 
     }
 }
 
-// Rows of pixels whose patches begin at `source`: `high` x `wide` pixels of `out_channels`. weights [16, channels, columns].
+// Computes `high` x `wide` pixels of `out_channels` whose patches begin at `source`. weights: [16, channels, columns].
 template <typename T>
 void winograd_rows(const T* source, int64_t line, int64_t channels, const T* weights, int64_t columns,
                    const Finish<T>& finish, int64_t out_channels, int64_t high, int64_t wide, T* out, int64_t out_line,
-                   T* patches, T* sums, const Soon<T>& soon = {}) {
+                   T* patches, T* sums, const PrefetchRanges<T>& ranges = {}) {
   const int64_t rows = (high + 1) / 2, all = (wide + 1) / 2, most = std::max<int64_t>(kWinogradTiles / rows, 1);
   for (int64_t first = 0; first < all; first += most) {
     const Tiles tiles{rows, std::min(most, all - first), line};
     transform_patches(tiles, source + 2 * first * channels, channels, patches);
     const ConvRun<T> run{0, channels, weights};
     ConvRepeat<T> all_sixteen{16, tiles.count() * channels, channels * columns, tiles.count() * out_channels};
-    if (first == 0) all_sixteen.soon = soon;
+    if (first == 0) all_sixteen.next = ranges;
     conv_row<T>(tiles.count(), out_channels, columns, &run, 1, patches, channels, sums, out_channels, nullptr,
                 all_sixteen);
     transform_tiles(tiles, sums, out_channels, finish.from(0, 2 * first * out_channels), out + 2 * first * out_channels,
@@ -250,11 +250,11 @@ void winograd_rows(const T* source, int64_t line, int64_t channels, const T* wei
   }
 }
 
-// sums [16, channels, columns] += what `high` x `wide` pixels of a gradient, zero beyond them, say of the weights.
+// Adds to sums [16, channels, columns] the weight gradient of `high` x `wide` pixels; the gradient is zero beyond them.
 template <typename T>
 void winograd_weight_sums(const T* source, int64_t line, int64_t channels, const T* grad, int64_t grad_line,
                           int64_t out_channels, int64_t high, int64_t wide, T* sums, int64_t columns, T* patches,
-                          T* tile_grads, const Soon<T>& soon = {}) {
+                          T* tile_grads, const PrefetchRanges<T>& ranges = {}) {
   const int64_t rows = (high + 1) / 2, all = (wide + 1) / 2, most = std::max<int64_t>(kWinogradTiles / rows, 1);
   for (int64_t first = 0; first < all; first += most) {
     const int64_t across = std::min(most, all - first);
@@ -262,7 +262,8 @@ void winograd_weight_sums(const T* source, int64_t line, int64_t channels, const
     transform_tile_grads<T>({rows, across, grad_line}, grad + 2 * first * out_channels, out_channels, tile_grads);
     const int64_t count = rows * across;
     conv_grad_run<T>(channels, out_channels, columns, 1, count, patches, channels, 0, tile_grads, out_channels, 0, sums,
-                     {16, count * channels, channels * columns, count * out_channels, first == 0 ? soon : Soon<T>{}});
+                     {16, count * channels, channels * columns, count * out_channels,
+                      first == 0 ? ranges : PrefetchRanges<T>{}});
   }
 }
 

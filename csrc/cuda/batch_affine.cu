@@ -1,4 +1,4 @@
-// batch_affine: batch norm as a scale and a shift per channel, with its running statistics moved on the way.
+// batch_affine: folds a batch norm into a scale and a shift per channel, and updates its running statistics.
 #include "reduce.cuh"
 
 namespace fastmod::cuda {

@@ -5,7 +5,7 @@
 namespace fastmod::cuda::bindings {
 namespace {
 
-// A parameter or buffer, of whatever dtype, in the dtype of the statistics. Undefined for none.
+// A parameter or buffer of any dtype, converted to the dtype of the statistics; undefined if there is none.
 Tensor like_mean(const OptionalTensor& tensor, const Tensor& mean) {
   return tensor && tensor->defined() ? tensor->to(mean.scalar_type()).contiguous() : Tensor();
 }

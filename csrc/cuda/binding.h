@@ -1,4 +1,4 @@
-// What the bindings of all ops share: dtypes, pointers, the arguments that several ops have in common.
+// Shared by the bindings of all ops: dtypes, pointers, arguments that several ops have in common.
 #pragma once
 
 #include <ATen/Functions.h>
@@ -50,7 +50,7 @@ template <typename Run>
 void dispatch_wide(at::ScalarType type, Run&& run) {
   type == at::kDouble ? run(static_cast<double*>(nullptr)) : run(static_cast<float*>(nullptr));
 }
-// Calls run(W*) with the element type of parameters of T, which are of T or, under autocast, of fp32.
+// Calls run(W*) with the element type of the parameters: T or, under autocast, fp32.
 template <typename T, typename Run>
 void dispatch_params(at::ScalarType type, Run&& run) {
   if constexpr (sizeof(T) == 2) {
@@ -70,7 +70,8 @@ Mixed<T> mixed(const Tensor& tensor) {
 template <typename Pointer>
 using Element = std::remove_pointer_t<Pointer>;
 
-// Kernels read the seed where it lives, so that nothing waits for the GPU and a CUDA graph reads it at every replay.
+// Kernels read the seed from device memory, so that nothing waits for the GPU and a CUDA graph reads it at every
+// replay.
 inline const int64_t* seed_on_device(const Tensor& like, const Tensor& seed) {
   TORCH_CHECK(seed.device() == like.device(), "seed: expected device ", like.device(), ", got ", seed.device());
   return data<int64_t>(seed);
@@ -83,7 +84,7 @@ inline NumberType number_type(const Tensor& tensor) {
                                                  : kWideNumber;
 }
 
-// tau and seed as the kernels want them, both by pointer if they are tensors.
+// tau and seed in the form that the kernels take: by pointer if they are tensors.
 struct RoutingArguments {
   int mode;
   double tau_value;
@@ -114,14 +115,14 @@ inline MaskNoise mask_noise(const Tensor& like, int64_t first, int64_t samples, 
   return {first, samples, static_cast<uint32_t>(stream), seed_on_device(like, seed), 0};
 }
 
-// Undefined for none.
+// Contiguous; undefined if there is none.
 inline Tensor dense(const OptionalTensor& tensor) {
   return tensor && tensor->defined() ? tensor->contiguous() : Tensor();
 }
 
-// ---- stacks of MFNNRs: smfr_binding.cpp serves those that fit in three launches, mfnnr_binding.cpp others
+// ---- stacks of MFNNRs: smfr_binding.cpp handles those that fit into three launches, mfnnr_binding.cpp all others
 //
-// Parameters, x, temperatures and seeds may have copies in front (MfnnrSizes), and results have them then.
+// Parameters, x, temperatures and seeds may have a dimension of copies in front (MfnnrSizes); then results have it too.
 
 struct StackedLayer {
   TensorList route, update;
@@ -129,29 +130,29 @@ struct StackedLayer {
   double tau_value;
   OptionalTensor seed;
 };
-// low: T, if x or the parameters are of fp32 and count as rounded to it.
+// low: T, if x or the parameters are fp32 and are treated as rounded to T.
 //
-// One of each per layer. saved as mfnnr_forward has it.
+// One of each per layer. saved: as in mfnnr_forward.
 struct StackOutput {
   Tensor penalty;
   std::vector<Tensor> outs, logits, gates, saved;
 };
-// taus: none without temperatures that are tensors.
+// taus: empty unless temperatures are tensors.
 struct StackGrads {
   Tensor x;
   std::vector<Tensor> taus, params;
 };
 
-// By sizes alone, which have been checked, and by what the GPU has.
+// Decided by sizes alone, which must have been checked, and by the shared memory of the GPU.
 bool stack_fits(const Tensor& x, const std::vector<StackedLayer>& layers);
 StackOutput stack_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
                           double threshold, bool save, const LowType& low);
-// inputs: of all layers but the first; saved: of all.
+// inputs: of all layers but the first; saved: of all layers.
 StackGrads stack_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,
                           const std::vector<StackedLayer>& layers, int64_t mode, bool context, double threshold,
                           const std::vector<Tensor>& inputs, const std::vector<Tensor>& saved, bool need_x,
                           bool need_params, const LowType& low);
-// The same, layer by layer if they do not fit.
+// The same, but layer by layer if the stack does not fit.
 StackOutput stack_or_layer_forward(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode, bool context,
                                    double threshold, bool save, const LowType& low);
 StackGrads stack_or_layer_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_penalty, const Tensor& x,

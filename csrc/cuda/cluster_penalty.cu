@@ -1,14 +1,14 @@
-// cluster_penalty: squared distances of templates, by differences: norms minus products would lose those of near
-// templates.
+// cluster_penalty: squared distances between templates, summed over differences: norms minus products would cancel for
+// near templates.
 #include "reduce.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kTemplates = 32;                 // a block has pairs of so many templates with so many
+constexpr int kTemplates = 32;                 // a block pairs kTemplates templates with kTemplates others
 constexpr int kColumns = 32;                   // at a time in shared memory
-constexpr int kPart = 512;                     // columns of a block in all
+constexpr int kPart = 512;                     // columns of a block in total
 constexpr int kPitch = kTemplates + 4;
 constexpr int kPairs = kTemplates * kTemplates;
 constexpr int kSlices = kThreads / (kPairs / 16);  // a thread has 4 x 4 pairs and every kSlices-th column
@@ -35,7 +35,7 @@ __device__ inline void hold(const T* bank, int64_t templates, int64_t size, int6
 
 __host__ __device__ inline int64_t groups_of(int64_t templates) { return (templates + kTemplates - 1) / kTemplates; }
 
-// Pairs (i, j) of groups of templates, i <= j, on grid axis y: the first of row i is i * groups - i (i - 1) / 2.
+// Grid axis y counts the pairs (i, j), i <= j, of groups of templates: row i begins at i * groups - i (i - 1) / 2.
 __device__ inline void pair_of(int64_t index, int64_t groups, int64_t* i, int64_t* j) {
   *i = 0;
   while (index >= groups - *i) index -= groups - (*i)++;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   const C* other = group_i == group_j ? left : right;
   C total[4][4] = {};
   for (int64_t column = begin; column < end; column += kColumns) {
-    __syncthreads();  // the columns before have been read
+    __syncthreads();  // the previous columns have been read
     hold(bank, templates, size, group_i * kTemplates, column, end, left);
     if (group_i != group_j) hold(bank, templates, size, group_j * kTemplates, column, end, right);
     __syncthreads();
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total[i][j] += part[i][j];  // short sums, then their sum, lose fewer digits
+      for (int j = 0; j < 4; ++j) total[i][j] += part[i][j];  // short sums lose fewer digits
     }
   }
 #pragma unroll
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Rows of sum_j w[k, j] * (template k - template j), w = 2 (grad + grad^T): each pair stands in the table twice. A block
-// has kTemplates templates k, a thread four of them and two columns at a time.
+// Rows of sum_j w[k, j] * (template k - template j) with w = 2 (grad + grad^T), as the table holds each pair twice. A
+// block has kTemplates templates k; a thread takes four of them and two columns at a time.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const double* grad, const T* bank, T* grad_bank, int64_t templates, int64_t size) {
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t column = begin; column < end; column += kColumns) {
     C total[2][4] = {};
     for (int64_t j0 = 0; j0 < templates; j0 += kTemplates) {
-      __syncthreads();  // all that was held before has been read
+      __syncthreads();  // the previous contents have been read
       if (j0 == 0) hold(bank, templates, size, k0, column, end, own);
       hold(bank, templates, size, j0, column, end, others);
       if (column == begin || templates > kTemplates) {

@@ -1,5 +1,5 @@
-// Convolutions without tensor cores: what norm_conv_plain.cu and norm_conv_depthwise.cu share. The lanes of a warp are
-// kChannels neighbouring channels, which lie side by side in memory; the warps of a block share the pixels.
+// Shared by norm_conv_plain.cu and norm_conv_depthwise.cu: convolutions without tensor cores. The lanes of a warp take
+// kChannels neighbouring channels, which are side by side in memory; the warps of a block share the pixels.
 #pragma once
 
 #include "norm_conv.cuh"
@@ -13,7 +13,7 @@ constexpr int kMaxTaps = 9;
 
 inline int channel_tiles(int channels) { return (channels + kChannels - 1) / kChannels; }
 
-// The channel of a thread, in the `tile`-th kChannels of them, and its row among the threads of that channel.
+// The channel of a thread, in the `tile`-th group of kChannels, and its row among the threads of that channel.
 struct Lane {
   int channel, row;
   bool inside;
@@ -34,7 +34,7 @@ struct Gradient {
     return at(((b * shape.experts + expert) * pixels + pixel) * shape.out + channel, statistics);
   }
   __device__ C at(int64_t i, const StatisticsGrad<C>& statistics) const {
-    // The offset is not added by itself: a sum over many pixels would meet the same rounding in all of them.
+    // The offset is not added on its own: the same rounding in every pixel would accumulate in sums over many pixels.
     C added = statistics.offset;
     if (grad.y) added += statistics.slope * (widen(grad.y[i]) - statistics.mean);
     return rounded<T>(widen(grad.grad[i]) + added);
@@ -45,8 +45,8 @@ struct Gradient {
   }
 };
 
-// What a block has found of mean and variance; both, when all blocks along x have left theirs. Scratch: moments
-// [E, blocks along x, out]. `moments` counts in row 0.
+// Stores a block's share of mean and variance, and computes both once all blocks along x have stored theirs. Scratch:
+// moments [E, blocks along x, out]. Only row 0 of `moments` counts.
 template <typename T>
 __device__ inline void leave_moments(const ConvForward<T>& conv, const Lane& lane,
                                      const Moments<Compute<T>>& moments) {
@@ -70,8 +70,8 @@ __device__ inline void leave_moments(const ConvForward<T>& conv, const Lane& lan
   });
 }
 
-// Of the gradient of x: adds up what blocks have left of scale, shift and gates, which are partials
-// [2, E, B * tiles, in] and [E, B * tiles, in]. `tiles` of an image, image b.
+// The end of the gradient of x: adds up the partial sums that blocks stored, [2, E, B * tiles, in] for scale and shift
+// and [E, B * tiles, in] for gates. `tiles`: of an image; b: the image.
 template <typename T>
 __device__ inline void finish_backward_x(const ConvBackwardX<T>& conv, const Lane& lane, int64_t b, int tiles,
                                          Compute<T>* sums) {
@@ -103,8 +103,8 @@ inline Scratch backward_x_parts(const ConvShape& shape, int64_t tiles) {
 }
 
 // Adds up the gradients of weights and bias over the warps, then over the blocks along x. Scratch: partial weights
-// [blocks, E, out, inputs, taps], then partial biases [blocks, E, out]. Weights at `own`, of one filter; `once`: this
-// thread's lane finishes what is the filter's alone.
+// [blocks, E, out, inputs, taps], then partial biases [blocks, E, out]. `own`: the weights of one filter; `once`: this
+// thread's lane also handles what the filter has only once (its bias).
 template <typename T>
 __device__ inline void leave_weights(const ConvBackwardWeight<T>& conv, const Lane& lane,
                                      const Compute<T> (&found)[kMaxTaps], Compute<T> of_bias, int64_t filter,

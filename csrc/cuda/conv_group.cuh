@@ -1,11 +1,11 @@
-// Several convolutions in one launch: each has blocks of its own, side by side along x.
+// Several convolutions in one launch: each has its own blocks, side by side along x.
 #pragma once
 
 #include "conv_tiles.cuh"
 
 namespace fastmod::cuda {
 
-// A convolution's part of the blocks: deep x down x across of them from `begin` on.
+// The blocks of one convolution: deep x down x across, starting at `begin`.
 struct Share {
   unsigned begin, across, down;
 };
@@ -22,18 +22,18 @@ __device__ inline const Task& own_task(const Group<Task>& group) {
   while (i + 1 < group.count && blockIdx.x >= group.task[i + 1].share.begin) ++i;
   return group.task[i];
 }
-// `deep` only matters where it is 1, which the caller knows.
+// `deep` only matters if it is 1, which the caller knows.
 __device__ inline Block block_of(const Share& share, unsigned deep = 0) {
   const unsigned own = blockIdx.x - share.begin, row = own / share.across, z = row / share.down;
   return {own - row * share.across, row - z * share.down, z, share.across, share.down, deep};
 }
 
-// The host's side of it.
+// The host's side of a group.
 template <typename Task>
 struct Grouped {
   Group<Task> group;
   int64_t blocks = 0;
-  int bytes = 0;  // of shared memory
+  int bytes = 0;  // bytes of shared memory
 
   void add(const Task& task, int64_t across, int64_t down, int64_t deep, int needs) {
     Task& own = group.task[group.count++];
@@ -45,8 +45,8 @@ struct Grouped {
   bool fits() const { return bytes <= kMaxShared; }
 };
 
-// together(convs, count) for those with tensor cores, kMaxConvs at a time, and alone(conv) for the others; empty ones
-// are left out.
+// Calls together(convs, count) for convolutions on tensor cores, up to kMaxConvs at a time, and alone(conv) for the
+// others; empty ones are skipped.
 template <typename T, typename Conv, typename Together, typename Alone>
 cudaError_t in_groups(const Conv* convs, int count, Together together, Alone alone) {
   Conv chosen[kMaxConvs];

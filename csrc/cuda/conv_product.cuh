@@ -1,12 +1,12 @@
-// The product of pixels and filters that the forward and the gradient of the input have in common.
+// The product of pixels and filters: shared by the forward and the gradient of the input.
 #pragma once
 
 #include "conv_tiles.cuh"
 
 namespace fastmod::cuda {
 
-// A block has kSides times kWarps warps. Each side takes 8 kN columns of all pixels, which come into shared memory once
-// for both.
+// A block has kSides * kWarps warps. Each side computes 8 kN columns for all pixels, which are loaded into shared
+// memory once for both sides.
 template <typename T, int kM, int kN, bool kBackward, int kSides>
 struct Product {
   using Unit = typename Operand<T>::Unit;
@@ -14,7 +14,7 @@ struct Product {
   static constexpr int kThreads = cuda::kThreads * kSides;
   static constexpr bool kBackwards = kBackward;
 
-  // Bytes of shared memory, all at once; the results lie over the rest when that is done with.
+  // Offsets in bytes of shared memory. The results overlap the rest, which is no longer needed by then.
   struct Layout {
     int table, read, second, weight, units, weights, found, end;
     __host__ __device__ Layout(const Tiling& t, int chunk, int kernel, bool both, bool several) {
@@ -42,11 +42,11 @@ struct Product {
   int expert, column0;
 
   __device__ int64_t* table() const { return reinterpret_cast<int64_t*>(memory + layout.table); }
-  __device__ float* found() const { return reinterpret_cast<float*>(memory + layout.found); }  // over experts
+  __device__ float* found() const { return reinterpret_cast<float*>(memory + layout.found); }  // sums over experts
   __device__ float* results() const { return reinterpret_cast<float*>(memory + layout.read); }
   __device__ int depth() const { return kBackward ? p.shape.out : p.shape.in; }
 
-  // Starts copies of channels c0 .. c0 + chunk, of all taps.
+  // Starts copying channels c0 .. c0 + chunk of all taps.
   __device__ void load(int c0) const {
     const int taps = p.shape.kernel * p.shape.kernel, left = depth() - c0, valid = left < p.chunk ? left : p.chunk;
     const int pixels = kBackward ? p.out_high * p.out_wide : p.shape.high * p.shape.wide;
@@ -144,7 +144,7 @@ struct Product {
     }
   }
 
-  // A residual is added, and the first column of blocks writes the sum: every pixel is read by one block of it.
+  // Adds a residual. The first column of blocks also writes the sum, as there one block reads each pixel.
   __device__ void add_residual(const T* from, int64_t entry, int channel, float (&v)[kChannels]) const {
     float added[kChannels];
     Operand<T>::read(from, added);
@@ -165,7 +165,7 @@ struct Product {
     const int steps = p.chunk / kStep<T>;
     const T* weight = reinterpret_cast<const T*>(memory + layout.weight);
     Unit* units = reinterpret_cast<Unit*>(memory + layout.weights);
-    // Every step's sum begins at zero and is cut off once: given back here, where it costs least.
+    // Every step's sum starts at zero and is truncated once; compensating for that costs least here.
     const float grown = depth() > kExactDepth ? kCutOff : 0.0f;
 #pragma unroll 2
     for (int i = threadIdx.x / (4 * kColumns); i < wy.taps * wx.taps * steps; i += kGroups) {
@@ -182,20 +182,20 @@ struct Product {
     }
   }
 
-  // Of this thread's side.
+  // The first column of this thread's side.
   __device__ int first_column() const {
     return kSides == 1 ? 0 : static_cast<int>(threadIdx.x) / cuda::kThreads * kN * 8;
   }
 
-  // One chunk's share of the sums.
+  // Adds one chunk's share to the sums.
   __device__ void multiply(float (&total)[kM][kN][4], float (&low)[kM][kN][4]) const {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     const int side = first_column(), warp = static_cast<int>(threadIdx.x) / kWarp % kWarps;
-    // A row of taps, or the steps of the only one: never both.
+    // Either a row of taps, or the steps of a single tap, never both.
     const int steps = p.chunk / kStep<T>, products = wx.taps * steps, columns = p.tiling.columns * 4;
     const int stride = steps == 1 ? 4 : p.tiling.read() * 4;
     const Unit* weights = reinterpret_cast<const Unit*>(memory + layout.weights) + side * 4 + lane;
-    const Unit* rows[kM][2];  // where the lane's two rows of every product begin to read
+    const Unit* rows[kM][2];  // where the lane's two rows of each product start to read
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -261,14 +261,14 @@ struct Product {
     }
   }
 
-  // The whole product into results(), [pixel][column]. All threads may read it on return.
+  // Computes the whole product into results(), [pixel][column]. All threads may read it on return.
   __device__ void run() const {
     float total[kM][kN][4] = {}, low[kM][kN][4] = {};
-    __syncthreads();  // the table is there; results of another expert have been read
+    __syncthreads();  // the table is complete; results of the previous expert have been read
     load(0);
     for (int c0 = 0; c0 < depth(); c0 += p.chunk) {
       wait_copies<0>();
-      __syncthreads();  // this chunk has come; the one before is done with
+      __syncthreads();  // this chunk has arrived; the previous one is no longer needed
       pack_pixels(c0);
       pack_weights();
       __syncthreads();
@@ -293,7 +293,8 @@ struct Product {
   }
 };
 
-// Sums of kColumns columns, four to a thread, over all threads with the same ones; all of them get it. A fixed order.
+// Sums of kColumns columns, four per thread, over all threads with the same columns, in a fixed order; all get the
+// sums.
 template <int kColumns, int kSides>
 __device__ inline void sum_of_columns(float (&v)[4], float* sums) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -302,7 +303,7 @@ __device__ inline void sum_of_columns(float (&v)[4], float* sums) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) v[j] += __shfl_xor_sync(kAllLanes, v[j], offset);
   }
-  __syncthreads();  // the sums before have been read
+  __syncthreads();  // the previous sums have been read
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if (lane < kColumns / 4) sums[warp * kColumns + lane * 4 + j] = v[j];

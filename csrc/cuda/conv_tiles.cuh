@@ -1,5 +1,4 @@
-// Convolutions on tensor cores: how pixels are cut into tiles and come into shared memory, and what is shared beside
-// that.
+// Shared by convolutions on tensor cores, above all how pixels are split into tiles and loaded into shared memory.
 #pragma once
 
 #include <type_traits>
@@ -9,17 +8,17 @@
 
 namespace fastmod::cuda {
 
-constexpr int kThreads = 128;  // of a block, or of one of its sides: see Product
+constexpr int kThreads = 128;  // of a block, or of one of its sides (see Product)
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kMaxShared = 64 * 1024 - 1024;  // of the smallest GPU served, less what kernels declare themselves
+constexpr int kMaxShared = 64 * 1024 - 1024;  // of the smallest GPU supported, minus what kernels declare statically
 
-// What a lane holds of a pixel or of a filter: a unit of kChannels neighbouring channels. Four units are one step, the
+// What a lane holds of a pixel or a filter: a unit of kChannels neighbouring channels. Four units make one step, the
 // depth of one instruction: lane t of a quad has unit t.
 template <typename T>
 struct Operand {
   using Unit = uint2;  // two words of two numbers
   static constexpr int kChannels = 4;
-  // grown: see split_tf32; 16 bits are multiplied as they are.
+  // grown: see split_tf32; 16-bit numbers are multiplied unchanged.
   static __device__ Unit pack(const float (&v)[4], bool, float = 0.0f) {
     T* type = nullptr;
     return {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
@@ -46,12 +45,12 @@ struct Operand<float> {
 template <typename T>
 constexpr int kStep = 4 * Operand<T>::kChannels;
 
-// Along one dimension: result i reads image pixels i * advance + first + tap, tap < taps, and meets filter tap
-// weight + tap * weight_step. Shared memory has every `spacing`-th image pixel; results are `step` of those apart.
+// Along one dimension: result i reads image pixels i * advance + first + tap, tap < taps, with filter tap
+// weight + tap * weight_step. Shared memory holds every `spacing`-th image pixel; results are `step` of those apart.
 struct Window {
   int taps, first, weight, weight_step, advance, spacing, step;
 };
-// Gradient with stride 2: results of one parity, even or odd, make up an image of their own.
+// For the gradient with stride 2, results of each parity (even or odd) form an image of their own.
 __host__ __device__ inline Window window_of(int kernel, int stride, bool backward, int parity) {
   if (!backward) return kernel == 3 ? Window{3, -1, 0, 1, stride, 1, stride} : Window{1, 0, 0, 0, stride, stride, 1};
   if (stride == 1) return kernel == 3 ? Window{3, -1, 2, -1, 1, 1, 1} : Window{1, 0, 0, 0, 1, 1, 1};
@@ -73,7 +72,7 @@ inline int log_at_least(int value, int most) {
   return log;
 }
 
-// high, wide: of the results, of the even ones where there are four classes of them.
+// high, wide: of the results, or of the even results if there are four classes.
 inline Tiling tiling_of(const ConvShape& shape, bool backward, int high, int wide, int log_pixels, int most_read) {
   const int classes = backward && shape.stride == 2 ? 4 : 1;
   const Window window = window_of(shape.kernel, shape.stride, backward, shape.kernel == 3 ? 1 : 0);
@@ -95,10 +94,10 @@ inline Tiling tiling_of(const ConvShape& shape, bool backward, int high, int wid
   return t;
 }
 
-// Where a tile lies.
+// The position of a tile.
 struct Place {
   int64_t b;
-  int y, x, parity_y, parity_x, part;  // part: of the image, for sums per image
+  int y, x, parity_y, parity_x, part;  // part: index of the tile in the image, for sums per image
   __device__ Place(const Tiling& t, int64_t tile) {
     const int64_t spatial = quotient(tile, t.classes), row = quotient(spatial, t.across), group = quotient(row, t.down);
     const int of_class = static_cast<int>(tile - spatial * t.classes);
@@ -112,7 +111,7 @@ struct Place {
   }
 };
 
-// A pixel of a tile; outside where the tile hangs over the edge.
+// A pixel of a tile; outside if the tile extends over the edge.
 struct Pixel {
   int64_t b;
   int y, x;
@@ -122,8 +121,8 @@ struct Pixel {
         x(place.x + (i & ((1 << t.log_w) - 1))) {}
 };
 
-// Where in memory the pixels lie that a tile reads: offsets of their first channel, of expert 0, or -1 outside.
-// `images` are there for each b.
+// Fills the table of pixels that a tile reads: offset in memory of the first channel for expert 0, or -1 outside.
+// There are `images` images for each b.
 __device__ inline void fill_table(int64_t* table, const Tiling& t, const Place& place, const Window& wy,
                                   const Window& wx, int64_t batch, int high, int wide, int images, int channels) {
   const int size = t.rows * t.columns;
@@ -146,9 +145,9 @@ struct Problem {
   ConvShape shape;
   int out_high, out_wide;
   Tiling tiling;
-  int chunk;  // channels that come into shared memory at a time: whole steps
+  int chunk;  // channels loaded into shared memory at a time: whole steps
   bool vector_read, vector_weight, precise;
-  int64_t weight_gap = 0;  // numbers that lie between the filters of one expert and the next
+  int64_t weight_gap = 0;  // numbers between the filters of one expert and the next
 };
 
 template <typename T>
@@ -156,7 +155,7 @@ bool on_tensor_cores(const ConvShape& shape) {
   return sizeof(T) <= 4 && !shape.depthwise;
 }
 
-// The stride makes a tile read four times as many pixels.
+// With stride 2 a tile reads four times as many pixels.
 __host__ __device__ inline bool half_tiles(const ConvShape& shape, bool backward) {
   return !backward && shape.stride == 2 && shape.kernel == 3;
 }

@@ -1,4 +1,4 @@
-// entropy_penalty: entropies of softmax rows, a warp each. A few numbers: all in fp64, which loses nothing.
+// entropy_penalty: entropies of softmax rows, one warp per row. There are only a few numbers, so all is in fp64.
 #include "reduce.cuh"
 
 namespace fastmod::cuda {
@@ -6,17 +6,17 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRowsEach = 16;  // of a block in the forward
+constexpr int kRowsEach = 16;  // per block in the forward
 
-// Of one row: u = largest logit - logit, so that all terms of the entropy, log(1 + sum of the others) + mean of u under
-// the softmax, are positive and none is lost near one-hot.
+// Sums of one row, in u = largest logit - logit: the entropy is log(1 + sum of the others) + mean of u under the
+// softmax. All terms are positive, so that none cancels near one-hot.
 template <typename T>
 struct Row {
   const T* x;
   int64_t count, top;
   double largest, others, mean;  // others: sum of exp(-u) without the largest
 
-  // All lanes of a warp call it, and have the same afterwards.
+  // Called by all lanes of a warp, which all get the same values.
   __device__ Row(const T* x_, int64_t count_) : x(x_), count(count_), top(count_), largest(-INFINITY) {
     const int lane = threadIdx.x % kWarp;
     for (int64_t k = lane; k < count; k += kWarp) {
@@ -44,12 +44,12 @@ struct Row {
     }
     mean = sum / (1 + others);
   }
-  static __device__ bool above(double a, double b) { return !(a <= b) && b == b; }  // a NaN is the largest
+  static __device__ bool above(double a, double b) { return !(a <= b) && b == b; }  // a NaN counts as the largest
   __device__ void take(double value, int64_t k) {
     largest = value;
     top = k;
   }
-  // A logit of -inf has no part, unless all are.
+  // A logit of -inf does not count, unless all are -inf.
   __device__ bool gone(double value) const { return value == -INFINITY && largest != -INFINITY; }
   __device__ double weight(double value) const { return exp(value - largest); }
   __device__ double entropy() const { return log1p(others) + mean; }

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   using C = Compute<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
   const int lane = threadIdx.x % lanes;
-  const bool active = row < shape.batch * shape.n;  // the others stay for the shuffles
+  const bool active = row < shape.batch * shape.n;  // inactive lanes stay for the shuffles
   const int64_t b = active ? quotient(row, shape.n) : 0, n = active ? row - b * shape.n : 0;
   const int64_t at_gate = b * shape.gate_stride + n, at_new = b * shape.new_stride + n * shape.d;
   const C logit = active ? value_at(gate, at_gate) : C(0);

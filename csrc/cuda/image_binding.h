@@ -1,4 +1,4 @@
-// What the bindings of ops on images share: layout, and what launches that add partial results up need.
+// Shared by the bindings of ops on images: layout, and memory for launches that add up partial results.
 #pragma once
 
 #include <ATen/Context.h>
@@ -14,24 +14,24 @@
 
 namespace fastmod::cuda::bindings {
 
-// As the kernels read images: [..., H, W, C]. Undefined for none.
+// Images in the layout that the kernels read: [..., H, W, C].
 inline Tensor inner(const Tensor& images) { return images.movedim(-3, -1).contiguous(); }
 inline Tensor inner(const OptionalTensor& images) {
   return images && images->defined() ? inner(*images) : Tensor();
 }
 
-// [..., C, H, W] of which the kernels write [..., H, W, C].
+// An empty [..., C, H, W] that the kernels write as [..., H, W, C].
 inline Tensor empty_images(at::IntArrayRef sizes, const at::TensorOptions& options) {
   std::vector<int64_t> in_memory(sizes.begin(), sizes.end());
   std::rotate(in_memory.end() - 3, in_memory.end() - 2, in_memory.end());
   return at::empty(in_memory, options).movedim(-1, -3);
 }
 
-// Parameters [E, ...] of which those of one expert lie together: as they are, or copied.
+// Parameters [E, ...], copied unless those of each expert are contiguous.
 inline Tensor expert_rows(const Tensor& parameters) {
   return parameters.select(0, 0).is_contiguous() ? parameters : parameters.contiguous();
 }
-// How many numbers lie between those of one expert and those of the next; below 0 where experts share them.
+// How many numbers are between the parameters of one expert and those of the next; negative if experts share them.
 inline int64_t gap_of(const Tensor& parameters) {
   if (parameters.size(0) == 1) return 0;
   return parameters.stride(0) - parameters.numel() / parameters.size(0);
@@ -42,23 +42,23 @@ inline int small(int64_t size, const char* what) {
   return static_cast<int>(size);
 }
 
-// Zero before a launch and after it. Launches in one stream follow one another, so that they share what is kept here; a
-// captured graph may run anywhere and gets its own.
+// Tickets are zero before and after a launch. Launches of one stream run one after the other, so they share the memory
+// kept here. A captured graph may run on any stream and gets its own.
 inline Tensor tickets_for(const Tensor& like, int64_t count) {
   const auto options = like.options().dtype(at::kInt);
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
     return at::zeros({count}, options);
   }
   static std::mutex mutex;
-  static auto& kept = *new std::map<std::pair<int64_t, cudaStream_t>, Tensor>;  // outlives the CUDA context
+  static auto& kept = *new std::map<std::pair<int64_t, cudaStream_t>, Tensor>;  // must outlive the CUDA context
   const std::lock_guard<std::mutex> lock(mutex);
   Tensor& own = kept[{like.get_device(), stream()}];
   if (!own.defined() || own.numel() < count) own = at::zeros({std::max<int64_t>(count, 4096)}, options);
   return own;
 }
 
-// Results of an op that writes some of its arguments: torch.compile wants those as so many tensors, not as a list. Empty
-// where there are fewer.
+// Results of an op that writes some of its arguments: for those torch.compile wants a fixed number of tensors instead
+// of a list. Unused ones are empty.
 template <size_t>
 using Each = Tensor;
 template <size_t... kPlaces>

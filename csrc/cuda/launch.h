@@ -1,5 +1,5 @@
 // Launch functions of the CUDA kernels: raw pointers to contiguous device memory, no torch. Each returns the error of
-// its launch. Empty work returns cudaSuccess without a launch. Nothing is allocated and nothing synchronises.
+// its launch, or cudaSuccess without a launch if there is no work. They neither allocate nor synchronise.
 #pragma once
 
 #include "launch_blocks.h"

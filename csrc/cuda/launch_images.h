@@ -8,8 +8,8 @@ namespace fastmod::cuda {
 // ---- norm_conv.cu, norm_conv_weight.cu, norm_conv_plain.cu, norm_conv_depthwise.cu: float, double, __half,
 // __nv_bfloat16
 //
-// Images lie in memory as [B, E, H, W, C]. Each function is one launch: blocks leave partial results in scratch
-// memory, and the one that comes last, as it finds out by a ticket, adds them up in a fixed order.
+// Images are [B, E, H, W, C] in memory. Each function is one launch: blocks store partial results in scratch memory,
+// and the last block to finish, which a ticket tells it, adds them up in a fixed order.
 
 struct ConvShape {
   int64_t batch;
@@ -22,7 +22,8 @@ struct ConvShape {
 };
 
 // What a convolution reads: z = relu(scale * x + shift) * gate, zero outside the image. With a residual (1x1, stride 1,
-// no relu, no gate, not shared, not depthwise) z = scale * x + shift + residual, which the forward also writes to `sum`.
+// no relu, no gate, not shared, not depthwise) z = scale * x + shift + residual, which the forward also writes to
+// `sum`.
 template <typename T>
 struct ConvInput {
   const T* x;
@@ -35,7 +36,7 @@ struct ConvInput {
   T* sum = nullptr;             // as x; forward only
 };
 
-// Batch norm of what a convolution writes, finished with its statistics: see batch_affine.
+// The batch norm of a convolution's output, folded along with its statistics: see batch_affine.
 template <typename C>
 struct BatchNorm {
   const C* weight = nullptr;  // all [E, out]; weight and bias null for 1 and 0
@@ -46,7 +47,7 @@ struct BatchNorm {
   C* shift = nullptr;
   C bessel = 1, momentum = 0, eps = 0;
   int64_t* batches = nullptr;  // a counter, which goes up by one; may be null
-  int channels = 0;            // with a gap: numbers that lie between the weights, and biases, of one expert and the next
+  int channels = 0;            // used if there is a gap: numbers between the weights (and biases) of two experts
   int64_t gap = 0;
 };
 
@@ -54,12 +55,12 @@ struct BatchNorm {
 template <typename T>
 struct ConvGrad {
   const T* grad;
-  const T* y;                   // y and mean: null where neither grad_var nor grad_scale is there
+  const T* y;                   // y and mean: null if neither grad_var nor grad_scale is given
   const Compute<T>* mean;       // [E, out]
   const Compute<T>* grad_mean;  // [E, out] or null
   const Compute<T>* grad_var;   // [E, out] or null
   Compute<T> per_value;         // 1 / number of values of a channel
-  // In place of grad_mean and grad_var the gradients of the batch norm's scale and shift, from which they follow; all
+  // Instead of grad_mean and grad_var: gradients of the batch norm's scale and shift, from which those follow; all
   // [E, out]. backward_weight also writes the gradients of the batch norm's parameters; each may be null.
   const Compute<T>* grad_scale = nullptr;
   const Compute<T>* grad_shift = nullptr;
@@ -77,8 +78,8 @@ Scratch norm_conv_backward_x_scratch(ConvShape shape);
 template <typename T>
 Scratch norm_conv_backward_weight_scratch(ConvShape shape);
 
-// Several convolutions that do not wait for one another are one launch, up to kMaxConvs at a time; without tensor cores
-// (depthwise and fp64) each is one. allow_tf32: one product of tf32 instead of three.
+// Up to kMaxConvs independent convolutions share a launch; without tensor cores (depthwise and fp64) each has its own.
+// allow_tf32: one product of tf32 instead of three.
 constexpr int kMaxConvs = 4;
 
 // mean, var [E, out], both or none; bias may be null
@@ -94,7 +95,7 @@ struct ConvForward {
   unsigned* tickets;
   ConvShape shape;
   BatchNorm<Compute<T>> norm = {};
-  int64_t weight_gap = 0;  // numbers that lie between the filters of one expert and the next
+  int64_t weight_gap = 0;  // numbers between the filters of one expert and the next
 };
 template <typename T>
 cudaError_t norm_conv_forward(const ConvForward<T>* convs, int count, bool allow_tf32, cudaStream_t stream);
@@ -218,18 +219,18 @@ Scratch norm_pool_backward_scratch(SumShape shape);
 template <typename T>
 cudaError_t norm_pool_backward(const T* grad, PoolInput<T> input, PoolGrads<T> grads, Compute<T>* scratch,
                                unsigned* tickets, SumShape shape, cudaStream_t stream);
-// The same for a gradient that has not been rounded.
+// The same for a gradient in the compute dtype.
 template <typename T>
 cudaError_t norm_pool_backward_wide(const Compute<T>* grad, PoolInput<T> input, PoolGrads<T> grads,
                                     Compute<T>* scratch, unsigned* tickets, SumShape shape, cudaStream_t stream);
 
 // ---- squeeze_excite.cu: float, double, __half, __nv_bfloat16
 //
-// Of every expert: sigmoid(norm2(weight2 relu(norm1(weight1 pooled)))), pooled the mean over the pixels of
-// relu(scale * x + shift), batch norms over the batch.
+// For every expert: sigmoid(norm2(weight2 relu(norm1(weight1 pooled)))), where pooled is the mean over the pixels of
+// relu(scale * x + shift) and the batch norms are over the batch.
 
-// Everything of the layers is in the compute dtype. weight1 [E, squeezed, channels], weight2 [E, channels, squeezed],
-// with `gap` numbers between those of one expert and the next.
+// The layers are in the compute dtype. weight1 [E, squeezed, channels], weight2 [E, channels, squeezed], with gap1 and
+// gap2 numbers between the weights of one expert and the next.
 template <typename C>
 struct ExciteLayers {
   const C* weight1;
@@ -237,8 +238,8 @@ struct ExciteLayers {
   int64_t gap1, gap2;
   int squeezed;
 };
-// What the forward leaves for the backward: pooled and second [E, B, channels], first [E, B, squeezed], both before
-// their batch norms; mean and var [E, squeezed] and [E, channels]
+// What the forward keeps for the backward: pooled [E, B, channels]; first [E, B, squeezed] and second [E, B, channels],
+// both before their batch norms; mean and var [E, squeezed] and [E, channels]
 template <typename C>
 struct ExciteKept {
   C* pooled;
@@ -258,8 +259,8 @@ cudaError_t squeeze_excite_forward(PoolInput<T> input, ExciteLayers<Compute<T>> 
                                    BatchNorm<Compute<T>> norm2, ExciteKept<Compute<T>> kept, T* gate,
                                    unsigned* tickets, SumShape shape, cudaStream_t stream);
 
-// Gradients as the parameters, all written; grad_pooled [B, E, channels], for norm_pool_backward_wide. Of the norms scale,
-// shift and eps are read. Scratch: see squeeze_excite_backward_scratch.
+// Gradients like the parameters, all written; grad_pooled [B, E, channels] is for norm_pool_backward_wide. Reads scale,
+// shift and eps of the norms. Scratch: see squeeze_excite_backward_scratch.
 template <typename C>
 struct ExciteGrads {
   C* weight1;
@@ -286,7 +287,7 @@ struct HeadShape {
   bool softmax;
 };
 
-// Linear layer of the means over regions of relu(scale * x + shift); scale and shift [channels] or both null; weight
+// A linear layer on the means over regions of relu(scale * x + shift); scale and shift [channels] or both null; weight
 // [outputs, features], bias [outputs] or null
 template <typename T>
 struct HeadInput {
@@ -298,7 +299,7 @@ struct HeadInput {
   bool relu;
 };
 
-// Whether a block's shared memory holds the features of an image.
+// Whether the features of an image fit a block's shared memory.
 template <typename T>
 bool pool_linear_fits(HeadShape shape);
 

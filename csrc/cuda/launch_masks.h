@@ -28,11 +28,11 @@ cudaError_t sample_mask_backward(const T* grad, const T* logits, const T* weight
 
 // ---- masked_linear.cu, masked_linear_weight.cu, masked_linear_plain.cu: float, double, __half, __nv_bfloat16
 //
-// Each function is one launch (fp64: one for each copy). allow_tf32: one product of tf32 instead of three. Samples begin
-// at noise.first. Shapes are those of one copy. Tensors may be of fp32 beside T: see Mixed.
+// Each function is one launch (fp64: one per copy). allow_tf32: one product of tf32 instead of three. Samples begin at
+// noise.first. Shapes are those of one copy. Tensors may be fp32 instead of T: see Mixed.
 
-// Layers of one shape side by side, in one launch: as torch.vmap over stacked parameters has them. Inputs are so many
-// numbers apart from one copy to the next, 0 where all share one; results lie without gaps.
+// Layers of one shape side by side in one launch, as from torch.vmap over stacked parameters. The members are the
+// distances of inputs from one copy to the next, 0 if all share one; results have no gaps.
 struct LinearCopies {
   int64_t count = 1, x = 0, grad = 0, weight = 0, logits = 0, biases = 0, seed = 0;
 };
@@ -42,7 +42,7 @@ struct LinearShape {
   LinearCopies copies = {};
 };
 
-// Of the forward, or of the gradient of x.
+// Scratch of the forward or, if `backward`, of the gradient of x.
 template <typename T>
 Scratch masked_linear_scratch(LinearShape shape, int64_t samples, bool backward);
 
@@ -68,9 +68,9 @@ cudaError_t masked_linear_backward_weight(const T* grad, Mixed<const T> x, Mixed
 
 // ---- masked_conv2d.cu, masked_conv2d_weight.cu: float, __half, __nv_bfloat16
 //
-// Part s of a batch is convolved with sample noise.first + s of the masked weight [out, in, kernel]. Each function is one
-// launch. allow_tf32: one product of tf32 instead of three. Tensors may be of fp32 beside T, but for results and their
-// gradients: see Mixed.
+// Part s of a batch is convolved with sample noise.first + s of the masked weight [out, in, kernel]. Each function is
+// one launch. allow_tf32: one product of tf32 instead of three. Tensors other than results and their gradients may be
+// fp32 instead of T: see Mixed.
 
 constexpr int kMaxKernel = 7;  // rows and columns of a filter
 
@@ -82,7 +82,7 @@ struct MaskedConvShape {
   int taps() const { return kernel[0] * kernel[1]; }
 };
 
-// Images [batch, channels, high, wide] as they lie in memory: how far from one to the next.
+// Images [batch, channels, high, wide] in any memory layout: the members are strides.
 template <typename T>
 struct Images {
   Mixed<T> data;
@@ -96,7 +96,7 @@ struct MaskedFilters {
   Mixed<const T> bias, bias_logits;   // [out]; each may be null
 };
 
-// The bias has noise of its own stream.
+// The bias has its own noise stream.
 template <typename T>
 cudaError_t masked_conv2d_forward(Images<const T> x, MaskedFilters<T> filters, Images<T> result, bool allow_tf32,
                                   MaskedConvShape shape, MaskNoise noise, uint32_t bias_stream, cudaStream_t stream);
@@ -104,13 +104,13 @@ template <typename T>
 cudaError_t masked_conv2d_backward_x(Images<const T> grad, MaskedFilters<T> filters, Images<T> grad_x,
                                      bool allow_tf32, MaskedConvShape shape, MaskNoise noise, cudaStream_t stream);
 
-// Numbers that masked_conv2d_backward_weight leaves for masked_conv2d_finish.
+// How many numbers masked_conv2d_backward_weight leaves for masked_conv2d_finish.
 int64_t masked_conv2d_partials(MaskedConvShape shape, int64_t samples);
 template <typename T>
 cudaError_t masked_conv2d_backward_weight(Images<const T> grad, Images<const T> x, float* partials, bool allow_tf32,
                                           MaskedConvShape shape, int64_t samples, cudaStream_t stream);
 
-// As filters; each may be null.
+// Like the filters; each may be null.
 template <typename T>
 struct MaskedFilterGrads {
   Mixed<T> weight, logits, bias, bias_logits;

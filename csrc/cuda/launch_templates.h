@@ -15,38 +15,39 @@ struct MixShape {
   int mixing;
 };
 
-// Numbers of scratch memory, not initialised.
+// How many numbers of uninitialised scratch memory.
 template <typename T>
 int64_t template_mix_forward_scratch(MixShape shape);
 template <typename T>
 int64_t template_mix_backward_scratch(MixShape shape);
 
-// out [rows, size]. One launch; fp64, and what does not fit, two.
+// out [rows, size]. One launch; two for fp64 and for sizes that do not fit.
 template <typename T>
 cudaError_t template_mix_forward(const T* logits, const T* bank, T* out, Compute<T>* scratch, MixShape shape,
                                  cudaStream_t stream);
-// grad [rows, size]; grad_logits and grad_bank: each may be null. Two launches; fp64, and what does not fit, four.
+// grad [rows, size]; grad_logits and grad_bank: each may be null. Two launches; four for fp64 and for sizes that do not
+// fit.
 template <typename T>
 cudaError_t template_mix_backward(const T* grad, const T* logits, const T* bank, T* grad_logits, T* grad_bank,
                                   Compute<T>* scratch, MixShape shape, cudaStream_t stream);
 
 // ---- cluster_penalty.cu: float, double, __half, __nv_bfloat16
 
-// bank [templates, size] -> table [templates, templates] of squared distances; without size it is not written. Scratch as
-// for norm_conv.
+// bank [templates, size] -> table [templates, templates] of squared distances, which is not written if size is 0.
+// Scratch as for norm_conv.
 template <typename T>
 Scratch cluster_penalty_forward_scratch(int64_t templates, int64_t size);
 template <typename T>
 cudaError_t cluster_penalty_forward(const T* bank, double* table, Compute<T>* scratch, unsigned* tickets,
                                     int64_t templates, int64_t size, cudaStream_t stream);
-// grad as table
+// grad: shaped like the table
 template <typename T>
 cudaError_t cluster_penalty_backward(const double* grad, const T* bank, T* grad_bank, int64_t templates, int64_t size,
                                      cudaStream_t stream);
 
 // ---- entropy_penalty.cu: float, double, __half, __nv_bfloat16
 
-// logits [rows, count] -> total; unless there are rows, it is not written. Scratch as for norm_conv.
+// logits [rows, count] -> total, which is not written without rows. Scratch as for norm_conv.
 template <typename T>
 Scratch entropy_penalty_forward_scratch(int64_t rows);
 template <typename T>

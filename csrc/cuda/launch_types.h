@@ -1,4 +1,4 @@
-// What the launch functions of all ops have in common: see launch.h.
+// Shared by the launch functions of all ops: see launch.h.
 #pragma once
 
 #include <cstdint>
@@ -28,18 +28,19 @@ struct ComputeOf<double> {
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
 
-// A tensor of T or, where `wide` is not null, under autocast, of fp32: it counts as rounded to T where it is read, and is
-// not rounded where it is written. T may be const.
+// A tensor of T or, if `wide` is not null (under autocast), of fp32. That is rounded to T when it is read, and not
+// rounded when it is written. T may be const.
 template <typename T>
 struct Mixed {
   T* narrow;
   std::conditional_t<std::is_const_v<T>, const float, float>* wide = nullptr;
 };
 
-// What a single number is, which a pointer to the compute dtype tells: of that dtype, or, in a net of 16 bits, narrower.
+// The actual type of a single number behind a pointer to the compute dtype: that dtype or, in a 16-bit net, a narrower
+// one.
 enum NumberType : int { kWideNumber, kHalfNumber, kBFloat16Number };
 
-// What a launch needs beside its arguments: numbers of the compute dtype, not initialised, and tickets, which are zero
+// What a launch needs besides its arguments: uninitialised numbers of the compute dtype, and tickets, which are zero
 // before and after it.
 struct Scratch {
   int64_t numbers, tickets;

@@ -1,18 +1,19 @@
-// masked_conv2d on tensor cores, as implicit products: filters times pixels, and the gradient of x, the same with the
-// filters' channels exchanged. Images are read and written where they lie, in any layout.
+// masked_conv2d on tensor cores, as implicit products: filters times pixels, and the gradient of x, which is the same
+// with the filters' channels exchanged. Images are read and written in place, in any layout.
 //
-// A block takes 64 result channels of 256 result pixels of one sample, or 32 of 256 or 128; a thread has a pixel. It walks
-// through the source's channels, 16 at a time with all their taps. For these it draws the masks once, one Philox call for four
-// weights, and keeps a bit each in shared memory. Then, in chunks of 16 pairs of a channel and a tap, masked weights and
-// pixels come into shared memory as tensor cores want them, fp32 as two tf32 numbers; what the next chunk needs is read
-// from memory while this one is multiplied. No masked copy of the weight is ever written.
+// A block takes 64 result channels of 256 result pixels of one sample, or 32 of 256 or 128; a thread has one pixel. It
+// walks through the source's channels, 16 at a time with all their taps. For these it draws the masks once, one Philox
+// call for four weights, and keeps one bit per weight in shared memory. Then, in chunks of 16 pairs of a channel and a
+// tap, it stages masked weights and pixels in shared memory in the layout of the tensor cores, fp32 as two tf32
+// numbers. Data for the next chunk is read from memory while this one is multiplied. No masked copy of the weight is
+// ever written.
 #include "masked_conv2d.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 constexpr int kDepth = 16;       // of a chunk
-constexpr int kChannels = 16;    // of the source, whose masks are drawn at a time
+constexpr int kChannels = 16;    // source channels whose masks are drawn at a time
 constexpr int kMaxThreads = 256;
 constexpr int kWarpPixels = 32;
 constexpr int kColumnTiles = kWarpPixels / 8;
@@ -26,15 +27,15 @@ struct Problem {
   MaskedConvShape shape;
   MaskNoise noise;
   uint32_t bias_stream;
-  int classes, classes_across;  // of result pixels, by what is left when their place is divided by the stride
+  int classes, classes_across;  // of result pixels, by their position modulo the stride
   int64_t row_blocks, tiles;    // of channels, and of pixels of a class
-  int pitch;                    // bytes of masks of a line
-  bool vector, precise;         // vector: eight result pixels lie side by side, aligned
+  int pitch;                    // bytes of masks per line
+  bool vector, precise;         // vector: eight result pixels are side by side, aligned
 };
 
 // A pair of a channel and a tap.
 struct alignas(16) Entry {
-  uint64_t tap;  // its bit among those that are inside
+  uint64_t tap;  // its bit in the set of taps inside the source
   int offset;    // of the pixel that it reads
   int code;      // tap of the filter | channel << 8
 };
@@ -47,10 +48,10 @@ struct Memory {
   static constexpr int kRows = 16 * kM;
   Unit pixels[Four<T>::kParts][kMaxThreads * 4];
   Unit weights[Four<T>::kParts][kRows * 4];
-  int64_t where[kMaxThreads];  // result pixels lie, or -1
+  int64_t where[kMaxThreads];  // offsets of the result pixels, or -1
   Axis axis[2];
   float bias[kRows];
-  // [kChannels * taps], then bytes of masks: four bits of weights that are kept, four of NaN logits
+  // [kChannels * taps], then bytes of masks: four bits for weights that are kept, four for NaN logits
   Entry table[1];
 
   static int64_t bytes(int taps, int lines, int pitch) {
@@ -70,9 +71,9 @@ struct Block {
   Own& memory;
   int64_t sample;
   int row0, taps;            // taps: of the filter
-  int class_taps;            // those that are met here
-  uint64_t sample_word;      // where the noise of the sample begins
-  uint64_t inside;           // taps of the thread's pixel that are
+  int class_taps;            // taps that this class uses
+  uint64_t sample_word;      // the first noise word of the sample
+  uint64_t inside;           // the taps of the thread's pixel that are inside the source
   Operand<kMixedSource, const T> base;        // of the thread's pixel in the source, at channel 0
   int pixel_slot[kColumnTiles], weight_slot;  // of the lane, in shared memory
 
@@ -81,13 +82,14 @@ struct Block {
   __device__ uint8_t* masks() const {
     return reinterpret_cast<uint8_t*>(memory.table + kChannels * taps);
   }
-  // Weights of a line, whose noise is consecutive: of a row and kChannels channels; backward, of a channel and all rows.
+  // The first weight of a line, whose noise is consecutive: a row and kChannels channels; backward, a channel and all
+  // rows.
   __device__ int64_t line_begin(int line, int c0) const {
     const int64_t out = kBackward ? c0 + line : row0 + line, in = kBackward ? row0 : c0;
     return (out * p.shape.in + in) * taps;
   }
 
-  // Words of the first four that are not of the line.
+  // How many words of the line's first Philox call come before the line.
   __device__ unsigned words_before(int line, int c0) const {
     const unsigned out = kBackward ? c0 + line : row0 + line, in = kBackward ? row0 : c0;
     return (static_cast<unsigned>(sample_word) + (out * static_cast<unsigned>(p.shape.in) + in) * taps) % kQuad;
@@ -104,7 +106,7 @@ struct Block {
   }
 
   __device__ void draw(int c0) const {
-    const PhiloxKeys keys(seed_of(p.noise));  // made anew every time: registers are short while chunks are multiplied
+    const PhiloxKeys keys(seed_of(p.noise));  // recomputed each time: registers are scarce while chunks are multiplied
     const int here = channels() - c0 < kChannels ? channels() - c0 : kChannels;
     const int there = rows() - row0 < kRows ? rows() - row0 : kRows;
     const int lines = kBackward ? here : there, length = (kBackward ? there : here) * taps;
@@ -114,7 +116,7 @@ struct Block {
       const int line = i / p.pitch, quad = i - line * p.pitch;
       const int64_t begin = line_begin(line, c0);
       const uint64_t word = sample_word + static_cast<uint64_t>(begin);
-      const int at = quad * kQuad - static_cast<int>(words_before(line, c0));  // in the line, of the first of four
+      const int at = quad * kQuad - static_cast<int>(words_before(line, c0));  // of the first of the four, in the line
       if (at >= length) continue;
       const PhiloxWords words = philox_group(keys, word / kQuad + quad, p.noise.stream);
       const auto from = operand<kMixed>(p.filters.logits) + (begin + at);
@@ -133,7 +135,7 @@ struct Block {
         if (words.word[j] >= low[j]) bits |= 1u << j;
         if (logit[j] != logit[j]) bits |= 16u << j;
       }
-      if (nearest < kUnsure) {
+      if (nearest < kUncertainWords) {
         bits &= ~15u;
 #pragma unroll 1
         for (int j = 0; j < kQuad; ++j) {
@@ -146,8 +148,8 @@ struct Block {
     }
   }
 
-  // What chunk `chunk` of the channels from c0 on needs of memory, `left` pairs of which are there: the pixel of the thread
-  // and four weights of a row.
+  // Reads chunk `chunk` of the channels from c0 on, of which `left` pairs exist: the pixel of the thread and four
+  // weights of a row.
   __device__ void load(int c0, int chunk, int left, float (&pixel)[kDepth], float (&weight)[4]) const {
     if (left >= kDepth) {
       load_pixel<true>(c0, chunk, left, pixel);
@@ -156,7 +158,7 @@ struct Block {
     }
     load_weight(c0, chunk, left, weight);
   }
-  // Without branches: where nothing is to be read, the first number of all is.
+  // Without branches: where there is nothing to read, it reads the first number.
   template <bool kWhole>
   __device__ void load_pixel(int c0, int chunk, int left, float (&pixel)[kDepth]) const {
     const Entry* entries = memory.table + chunk * kDepth;
@@ -188,7 +190,7 @@ struct Block {
     }
   }
 
-  // Into shared memory, where others may read it after a barrier.
+  // Stores it to shared memory, where others may read it after a barrier.
   __device__ void stage(int c0, int chunk, int left, const float (&pixel)[kDepth], float (&weight)[4]) const {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -247,10 +249,10 @@ struct Block {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, pixel0 = threadIdx.x / kWarp * kWarpPixels;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) pixel_slot[n] = held(unit_place(pixel0 + dealt_column(g, n), t));
-    weight_slot = held(unit_place(g, t));  // 8 rows on the same quarter is in the same place
+    weight_slot = held(unit_place(g, t));  // 8 rows further the same quarter has the same place
   }
 
-  // Bias of every row, masked.
+  // Fills in the masked bias of every row.
   __device__ void fill_bias() const {
     for (int row = threadIdx.x; row < kRows; row += blockDim.x) {
       const int out = row0 + row;
@@ -271,7 +273,7 @@ struct Block {
 
   __device__ void store(const float (&sums)[kM][kColumnTiles][4]) const {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    const int64_t* where = memory.where + threadIdx.x / kWarp * kWarpPixels + 8 * t;  // of the lane's eight pixels
+    const int64_t* where = memory.where + threadIdx.x / kWarp * kWarpPixels + 8 * t;  // the lane's eight pixels
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -327,7 +329,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) product_kernel(const __grid_co
   __syncthreads();
   const Axis &y = memory.axis[0], &x = memory.axis[1];
   const int64_t pixel0 = tile * blockDim.x;
-  if (pixel0 >= p.shape.images * y.results * x.results) return;  // of a class that has fewer pixels than others
+  if (pixel0 >= p.shape.images * y.results * x.results) return;  // this class has fewer pixels than others
   const int row0 = static_cast<int>(blockIdx.x - outer * p.row_blocks) * Own::kRows;
   const int taps = p.shape.kernel[0] * p.shape.kernel[1];
   Own own{p, memory, sample, row0, taps, y.taps * x.taps, 0, 0, {}, {}, 0};
@@ -397,7 +399,7 @@ cudaError_t launch(const Images<const T>& source, const MaskedFilters<T>& filter
   if (noise.samples * pixels * rows == 0) return cudaSuccess;
   const int across = stride_x < shape.wide ? stride_x : shape.wide;
   const int classes = (stride_y < shape.high ? stride_y : shape.high) * across;
-  // Eight pixels of a class side by side, none of them over the end of an image.
+  // Whether eight pixels of a class are side by side, never across the end of an image.
   const bool vector = stride_y * stride_x == 1 && result.column == 1 && result.row == wide && high * wide % 8 == 0 &&
                       result.channel % 8 == 0 && result.image % 8 == 0 &&
                       aligned_to(result.data, 16);
@@ -418,7 +420,7 @@ cudaError_t launch(const Images<const T>& source, const MaskedFilters<T>& filter
     return with_mixed<T>(launch_one, source.data, result.data, filters.weight, filters.logits, filters.bias,
                          filters.bias_logits);
   };
-  const bool fits = taps <= 25;  // shared memory has all masks and pairs
+  const bool fits = taps <= 25;  // all masks and pairs fit shared memory
   if (rows > 32 && fits && blocks(64, kMaxThreads) >= kEnoughBlocks)
     return run(std::integral_constant<int, 4>{}, kMaxThreads);
   using Two = std::integral_constant<int, 2>;

@@ -1,4 +1,4 @@
-// What the kernels of masked_conv2d share: which pixels meet which taps of a filter, and where they lie.
+// Shared by the kernels of masked_conv2d: which pixels use which taps of a filter, and where they are in memory.
 #pragma once
 
 #include "masked_linear.cuh"
@@ -12,15 +12,15 @@ inline bool aligned_to(const Mixed<T>& tensor, size_t bytes) {
 }
 
 constexpr int kMaxTaps = kMaxKernel * kMaxKernel;
-constexpr int kNoTap = 63;  // of a place in a chunk that is empty: no pixel has it
+constexpr int kNoTap = 63;  // marks an empty place in a chunk: no pixel has this tap
 
-// One dimension. Result i reads, for tap k, source i * advance + origin + shift[k], by filter tap weight[k]; it lies at
-// first + i * spread.
+// One dimension. For tap k, result i reads source i * advance + origin + shift[k] with filter tap weight[k]; the result
+// is at first + i * spread.
 struct Axis {
   int results, source, advance, origin, first, spread, taps;
   int weight[kMaxKernel], shift[kMaxKernel];
 
-  // The forward, dimension d.
+  // For the forward, dimension d.
   __device__ void read_by_forward(const MaskedConvShape& shape, int d) {
     results = d ? shape.out_wide : shape.out_high;
     source = d ? shape.wide : shape.high;
@@ -34,7 +34,8 @@ struct Axis {
       shift[tap] = tap * shape.dilation[d];
     }
   }
-  // The gradient of x. Its pixels of one residue by the stride are an image of their own: all meet the same taps.
+  // For the gradient of x. Pixels with the same residue modulo the stride form an image of their own, as they use the
+  // same taps.
   __device__ void read_by_backward(const MaskedConvShape& shape, int d, int residue) {
     const int size = d ? shape.wide : shape.high, stride = shape.stride[d];
     results = size > residue ? (size - residue + stride - 1) / stride : 0;
@@ -54,7 +55,7 @@ struct Axis {
   }
 };
 
-// A result pixel: of the image that is `image` of the sample, at (i, j). There unless image < 0.
+// A result pixel: (i, j) of image `image` of the sample. It does not exist if image < 0.
 struct ResultPixel {
   int64_t image;
   int i, j;
@@ -67,7 +68,7 @@ struct ResultPixel {
   }
 };
 
-// Which taps (numbered row by row) read a pixel inside the source, a bit each.
+// Which taps (numbered row by row) read a pixel inside the source, one bit each.
 __device__ inline uint64_t taps_inside(const Axis& y, const Axis& x, int i, int j) {
   uint64_t across = 0, all = 0;
   for (int tap = 0; tap < x.taps; ++tap) {
@@ -81,16 +82,16 @@ __device__ inline uint64_t taps_inside(const Axis& y, const Axis& x, int i, int 
   return all;
 }
 
-// Where four numbers `quarter` of the depth of a row or column lie in shared memory: neither writing, eight columns at a
-// time, nor reading, two columns at a time, hits a bank twice.
+// The place in shared memory of four numbers, the given quarter of a row's or column's depth. Neither writing (eight
+// columns at a time) nor reading (two columns at a time) has bank conflicts.
 __device__ inline int unit_place(int column, int quarter) { return column * 4 + (quarter ^ (column >> 1 & 3)); }
 
-// Columns of a warp, 32, are dealt to tiles so that what a lane gets of them all are eight neighbours, from 8 t on: column
-// g of tile n is
+// The 32 columns of a warp are distributed over tiles so that each lane gets eight neighbours, from 8 t on. Column g of
+// tile n is
 __device__ inline int dealt_column(int g, int n) { return 8 * (g >> 1) + 2 * n + (g & 1); }
 
-// sums += a b of a chunk of 16. Tensor cores round towards zero, so that sums of fp32 are begun anew for every chunk;
-// sums of two-byte numbers are rounded far more when they are done.
+// sums += a b over a chunk of 16. Tensor cores round towards zero, so fp32 sums start at zero for every chunk; for
+// 16-bit numbers the final rounding is much larger.
 template <typename T, bool kPrecise>
 __device__ inline void multiply_into(const typename Four<T>::Unit (&a)[2][Four<T>::kParts],
                                      const typename Four<T>::Unit (&b)[Four<T>::kParts], float (&sums)[4]) {

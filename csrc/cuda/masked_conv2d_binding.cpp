@@ -1,5 +1,5 @@
-// masked_conv2d on CUDA tensors: arguments checked, outputs allocated, kernels launched and checked. Images are taken in
-// whatever layout they have. What the kernels serve is said in fastmod/ops/masked_conv2d.py, and refused here else.
+// masked_conv2d on CUDA tensors: arguments checked, outputs allocated, kernels launched and checked. Images may have
+// any layout. fastmod/ops/masked_conv2d.py says what the kernels support; everything else is refused here.
 #include "image_binding.h"
 
 namespace fastmod::cuda::bindings {
@@ -7,7 +7,7 @@ namespace {
 
 using Pair = at::IntArrayRef;
 
-// As cuDNN's convolutions are allowed to.
+// Whether tf32 is allowed, as for cuDNN's convolutions.
 bool convolution_tf32() { return at::globalContext().allowTF32CuDNN(at::Float32Op::CONV); }
 
 struct ConvArguments {
@@ -65,7 +65,7 @@ struct ConvArguments {
     shape.out_wide = static_cast<int>(sizes[1]);
   }
 
-  // Where images lie; a copy if that is too far apart for offsets of 32 bits.
+  // The images themselves, or a copy if their strides exceed 32-bit offsets.
   Tensor near(const Tensor& images) const {
     int64_t apart = 0;
     for (int d = 1; d < 4; ++d) {
@@ -83,13 +83,13 @@ Images<T> images_of(const Tensor& images) {
   return {mixed<T>(images), images.stride(0), step(1), step(2), step(3)};
 }
 
-// In the layout of x, if that is one of the two usual ones.
+// In the layout of x, if it is contiguous or channels-last.
 Tensor empty_like_images(const Tensor& x, at::IntArrayRef sizes, at::ScalarType type) {
   const bool last = !x.is_contiguous() && x.is_contiguous(at::MemoryFormat::ChannelsLast);
   return at::empty(sizes, x.options().dtype(type), last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
 }
 
-// Alive as long as the pointers.
+// Keeps the tensors alive as long as the pointers.
 struct Filters {
   Tensor weight, logits, bias, bias_logits;
   Filters(const Tensor& weight_, const Tensor& logits_, const OptionalTensor& bias_, const OptionalTensor& bias_logits_)

@@ -1,20 +1,20 @@
-// Gradients of weight, logits and bias of masked_conv2d. For every sample the product of the result's gradient and the
-// pixels that were read, over all pixels, on tensor cores; then, in a second launch, the sums over blocks in a fixed order,
-// times the mask, or the slope of the relaxed mask, summed over samples.
+// Gradients of weight, logits and bias of masked_conv2d. The first launch computes, for every sample, the product of
+// the result's gradient with the pixels that were read, over all pixels, on tensor cores. The second sums it over
+// blocks in a fixed order, multiplies by the mask, or by the slope of the relaxed mask, and sums over samples.
 //
-// A warp has 32 outputs and 32 columns, pairs of a channel and a tap. Pixels come into shared memory 16 at a time, those of
-// one output or column side by side, fp32 as two tf32 numbers; the next 16 are read from memory meanwhile.
+// A warp has 32 outputs and 32 columns (pairs of a channel and a tap). Pixels are loaded into shared memory 16 at a
+// time, side by side for each output or column, fp32 as two tf32 numbers; the next 16 are read from memory meanwhile.
 #include "masked_conv2d.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
-constexpr int kDepth = 16;   // pixels of a chunk
-constexpr int kBatch = 64;   // pixels whose places are worked out at a time
-constexpr int kAcross = 32;  // outputs of a warp, and columns
+constexpr int kDepth = 16;   // pixels per chunk
+constexpr int kBatch = 64;   // pixels whose positions are computed at a time
+constexpr int kAcross = 32;  // outputs and columns per warp
 constexpr int kColumnTiles = kAcross / 8;
-constexpr int kMaxDown = 2, kMaxWide = 4;  // warps of a block
-constexpr int kUnits = 4;    // quarters of an output or column, of a thread
+constexpr int kMaxDown = 2, kMaxWide = 4;  // warps per block
+constexpr int kUnits = 4;    // quarters of an output or column per thread
 constexpr int64_t kEnoughBlocks = 384;
 
 template <typename T>
@@ -24,13 +24,13 @@ struct Problem {
   MaskedConvShape shape;
   int64_t samples, splits, pixels_each;
   int down, wide, column_blocks;  // warps of a block; blocks
-  bool vector, precise;           // vector: four pixels of the gradient lie side by side, aligned
+  bool vector, precise;           // vector: four pixels of the gradient are side by side, aligned
 };
 
 // A pixel of the result.
 struct Place {
-  int64_t grad, x;  // offsets; that of x: of its tap 0, may be outside
-  uint64_t taps;    // that are inside; none where there is no pixel
+  int64_t grad, x;  // offsets; x: of tap 0, which may be outside
+  uint64_t taps;    // the taps that are inside; none if there is no pixel
 };
 
 template <typename T>
@@ -70,7 +70,7 @@ struct Block {
   }
 
   __device__ void find_places(int64_t batch) const {
-    if (threadIdx.x >= kBatch / 2) return;  // the first warp, two each: a block has at least one
+    if (threadIdx.x >= kBatch / 2) return;  // the first warp, two pixels per thread: a block may have only one warp
 #pragma unroll
     for (int i = threadIdx.x; i < kBatch; i += kBatch / 2) {
       const int64_t at = pixel0 + batch * kBatch + i;
@@ -125,7 +125,7 @@ struct Block {
     }
   }
 
-  // Into shared memory; of_bias: adds up what the thread has of its outputs.
+  // Stores to shared memory; of_bias: sums of the thread's outputs.
   __device__ void stage(const float (&grads)[kUnits][4], const float (&columns)[kUnits][4],
                         float (&of_bias)[kUnits]) const {
 #pragma unroll
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kWarp * kMaxDown * kMaxWide, 1) weight_kernel(
   }
 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, all = own.columns();
-  const int first = column0 + own_column + 8 * t;  // of the lane's eight columns
+  const int first = column0 + own_column + 8 * t;  // the lane's eight columns
   const bool vector = all % 4 == 0;
   const int64_t row0 = (sample * p.splits + split) * p.shape.out;
 #pragma unroll
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kWarp * kMaxDown * kMaxWide, 1) weight_kernel(
 
 // ---- the sums
 
-constexpr int kFinishRows = 4;  // threads with the same weights, a part of the samples each
+constexpr int kFinishRows = 4;  // threads with the same weights: each takes a part of the samples
 
 // Weights with their logits, or biases.
 template <typename T>
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(kWarp* kFinishRows)
   }
 }
 
-// How the product is dealt to blocks.
+// How the product is distributed over blocks.
 struct Plan {
   int down, wide, column_blocks;
   int64_t out_blocks, splits, pixels_each;

@@ -1,14 +1,15 @@
 // masked_linear on tensor cores: rows times the masked weight, and the gradient of the rows, which is the product with
-// its transpose. Any number of rows. fp64 goes to masked_linear_plain.cu.
+// the transposed masked weight. Any number of rows. fp64 is in masked_linear_plain.cu.
 //
 // A block takes 32 or 64 columns of the result and up to two slabs of rows, and walks through its share of the depth in
-// chunks of 16. Of each chunk, rows, weights and logits come into shared memory as they are (cp.async, while the chunk
-// before is multiplied). There they are prepared once for all samples: fp32 as two tf32 numbers, logits as the least
-// noise word that keeps the weight. A warp then draws the masks of its samples in registers. The four weights that a
-// lane needs at a time are neighbours, which one Philox call serves: which number is called k, and which n, is free.
-// The product of a chunk begins at zero and is added to the sums in fp32, for tensor cores round towards zero.
+// chunks of 16. Rows, weights and logits of a chunk are copied unchanged into shared memory (cp.async, while the
+// previous chunk is multiplied). There they are prepared once for all samples: fp32 is split into two tf32 numbers, and
+// logits become the smallest noise word that keeps the weight. A warp then draws the masks of its samples in registers.
+// The order of k and of n within a product is free, and is chosen so that the four weights that a lane needs at a time
+// are neighbours and share one Philox call. The product of a chunk starts at zero and is added to the sums in fp32, as
+// tensor cores round towards zero.
 //
-// If there are few columns, blocks share the depth; the last of them adds up what they found, in a fixed order.
+// If there are few columns, blocks share the depth; the last block adds up their results in a fixed order.
 #include "masked_linear.cuh"
 #include "reduce.cuh"
 
@@ -16,10 +17,10 @@ namespace fastmod::cuda {
 namespace {
 
 constexpr int kDepth = 16;                      // of a chunk
-constexpr int kColumnTiles = 4;                 // of 8 columns, of a warp
+constexpr int kColumnTiles = 4;                 // tiles of 8 columns per warp
 constexpr int kColumns = 8 * kColumnTiles;
 constexpr int kMaxWarps = 2;                    // side by side
-constexpr int kMaxSlabs = 2;                    // of a block
+constexpr int kMaxSlabs = 2;                    // per block
 constexpr int kThreads = kWarp * kMaxWarps * kMaxSlabs;
 constexpr int64_t kEnoughBlocks = 256;          // two for each multiprocessor of a large GPU
 constexpr int64_t kFewColumns = 512;
@@ -43,24 +44,24 @@ struct Problem {
   bool vector_rows, vector_weight, precise, near;
 };
 
-// Shared memory of a block, as if it were of the largest size: then all places are known to the compiler.
+// Shared memory of a block, laid out for the largest block, so that all offsets are compile-time constants.
 template <typename T>
 struct Memory {
   using Unit = typename Four<T>::Unit;
   static constexpr int kParts = Four<T>::kParts, kRowQuads = kMaxSlabs * kSlabRows * kDepth / kQuad;
   static constexpr int kWeightQuads = kMaxWarps * kColumns * kDepth / kQuad;
   int64_t row[kMaxSlabs * kSlabRows];     // of the block, or -1
-  const void* from[kMaxSlabs * kSlabRows];  // where they begin
+  const void* from[kMaxSlabs * kSlabRows];  // the start of each row
   alignas(16) T raw_rows[kRowQuads][kQuad];
   T raw_weight[kWeightQuads][kQuad], raw_logits[kWeightQuads][kQuad];
   Unit rows[kParts][kRowQuads];        // [row][t]
   Unit weights[kParts][kWeightQuads];  // see Block::slot_of
-  uint4 low[kWeightQuads];             // low_word of the logits
+  uint4 low[kWeightQuads];             // low_word of each logit
   float4 logits[kWeightQuads];
-  int odd;                             // some weight was NaN or infinite: 0 times it is no zero
+  int odd;                             // whether a weight is NaN or infinite: 0 times it is not 0
 };
 
-// A thread's part in bringing chunks into shared memory. It prepares what it has copied itself.
+// A thread's part in loading chunks into shared memory. Each thread prepares what it copied itself.
 template <typename T, bool kBackward, bool kMixed>
 struct Block {
   using Unit = typename Four<T>::Unit;
@@ -69,16 +70,16 @@ struct Block {
 
   const Problem<T, kBackward, kMixed>& p;
   Memory<T>& memory;
-  Operand<kMixed, const T> weight, logits;  // the thread's first quad of the chunk that is loaded next
+  Operand<kMixed, const T> weight, logits;  // the thread's first quad of the next chunk to load
   int64_t column0, first_slab, k;
   int64_t weight_step, chunk_step;  // to the next quad, to the next chunk
-  int64_t out, in;                  // the first quad's
-  int first_slot, slot_step;        // of the quads of weights that are this thread's
+  int64_t out, in;                  // of the first quad
+  int first_slot, slot_step;        // of this thread's quads of weights
   int out_step, own_quads;
   int row_bytes, from_bytes;        // to the next row of the thread in shared memory
 
-  // Where a quad of weights lies in shared memory. Forward, it is 4 k of one column: `major` is the column; backward, 4
-  // columns of one k: `major` is k % 4 and the quad of columns. Four lanes have the same, and k = 4 t on.
+  // Where a quad of weights is in shared memory. Forward, it holds 4 k of one column, and `major` is the column;
+  // backward, 4 columns of one k, and `major` is k % 4 and the quad of columns. Four lanes share it; t is k / 4.
   static __device__ int slot_of(int major, int t) { return major * 4 + t; }
   static constexpr int kAcross = kMaxWarps * kColumns / kQuad;  // quads of columns
 
@@ -86,7 +87,7 @@ struct Block {
                    int64_t first_chunk)
       : p(p_), memory(memory_), column0(column0_), first_slab(first_slab_), k(first_chunk * kDepth) {
     const int t = threadIdx.x % 4, own = threadIdx.x / 4;
-    if constexpr (kBackward) {  // threads go over columns first, then over k
+    if constexpr (kBackward) {  // threads count columns first, then k
       const int across = 3 + p.log_warps, down = own >> across, quad = own & ((1 << across) - 1);
       first_slot = slot_of(down * kAcross + quad, t);
       out = k + 4 * t + down;
@@ -112,7 +113,7 @@ struct Block {
     for (int i = threadIdx.x; i < p.slabs_each * kSlabRows; i += blockDim.x) {
       const int64_t row = p.slabs.row(first_slab + i / kSlabRows, i % kSlabRows);
       memory.row[i] = row;
-      const auto first = rows + (row < 0 ? 0 : row * depth());  // any row: what comes of it is not stored
+      const auto first = rows + (row < 0 ? 0 : row * depth());  // for a missing row any row: its result is not stored
       if constexpr (kMixedRows) {
         memory.from[i] = first.wide ? static_cast<const void*>(first.wide) : first.narrow;
       } else {
@@ -124,7 +125,7 @@ struct Block {
   __device__ int64_t depth() const { return kBackward ? p.shape.out : p.shape.in; }
   __device__ int64_t width() const { return kBackward ? p.shape.in : p.shape.out; }
 
-  // The next chunk.
+  // Starts copying the next chunk.
   __device__ void load() {
     if (p.vector_rows) {
       load_rows<true>();
@@ -173,14 +174,14 @@ struct Block {
   __device__ void load_weights() const {
     const int inside = clamped(p.shape.in - in);
     const int64_t most = p.shape.out - out;
-    int left = most < 4 * kThreads ? static_cast<int>(most) : 4 * kThreads;  // more than there are
+    int left = most < 4 * kThreads ? static_cast<int>(most) : 4 * kThreads;  // at least as many as there are
     auto from_weight = weight, from_logits = logits;
     int slot = first_slot;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i % 2 == 0 && i >= own_quads) break;
       const int valid = left > 0 ? inside : 0;
-      copy_quad<kVector>(memory.raw_weight[slot], either(valid > 0, from_weight, p.weight), valid);  // can be read
+      copy_quad<kVector>(memory.raw_weight[slot], either(valid > 0, from_weight, p.weight), valid);  // an address must be readable
       copy_quad<kVector>(memory.raw_logits[slot], either(valid > 0, from_logits, p.logits), valid);
       from_weight += weight_step;
       from_logits += weight_step;
@@ -231,7 +232,7 @@ struct Block {
     Unit unit[kParts];
     if (!Four<T>::split(w, share, p.precise, unit)) {
 #pragma unroll
-      for (int i = 0; i < kQuad; ++i) w[i] += share[i] * 0.0f;  // a logit that is NaN makes the weight NaN
+      for (int i = 0; i < kQuad; ++i) w[i] += share[i] * 0.0f;  // a NaN logit makes the weight NaN
       Four<T>::split(w, p.precise, unit);
       memory.odd = 1;
     }
@@ -242,8 +243,8 @@ struct Block {
   }
 };
 
-// The masked weights of a lane, from its quads, as the tensor cores want them: four k of every tile of columns. Where
-// the mask does not keep a weight, 0 times the weight: `odd` says that this may be NaN.
+// Makes the masked weights of a lane from its quads in the layout of the tensor cores: four k of every tile of columns.
+// A weight that the mask drops becomes 0 times the weight; `odd` says that this may be NaN.
 template <bool kBackward, typename T>
 __device__ inline void mask_units(T*, const uint2 (&quads)[kQuad][1], uint4 (&low)[kQuad],
                                   const PhiloxWords (&words)[kQuad], bool odd, uint2 (&masked)[kColumnTiles][1]) {
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                            : p.slabs.all_samples - first_sample);  // may be negative
   const unsigned char* own_rows = reinterpret_cast<unsigned char*>(&memory.rows[0][(local_slab * kSlabRows + g) * 4 + t]);
   const Unit* rows = reinterpret_cast<const Unit*>(bytes + held(static_cast<int>(own_rows - bytes)));
-  // Quad q of a lane: of tile q of the columns, or of k = 4 t + q.
+  // Quad q of a lane belongs to tile q of the columns or, backward, to k = 4 t + q.
   constexpr int kNextSlot = (kBackward ? Own::kAcross : 8) * 4;
   const int slot = held(own.slot_of(kBackward ? warp * 8 + g : warp * kColumns + g, t));
   const Unit* weights = &memory.weights[0][slot];
@@ -357,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int q = 0; q < kQuad; ++q) words[q] = words_from(keys, index + q * next);
         }
-        uint32_t nearest = 0xffffffffu;  // above the low words
+        uint32_t nearest = 0xffffffffu;  // the smallest distance of a word above its low word
 #pragma unroll
         for (int q = 0; q < kQuad; ++q) {
 #pragma unroll
@@ -368,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int i = 0; i < kQuad; ++i) nearest = smaller(nearest, words[q].word[i] - word_of(low[q], i));
         }
-        if (nearest < kUnsure) {
+        if (nearest < kUncertainWords) {
 #pragma unroll
           for (int q = 0; q < kQuad; ++q) decide(words[q], low[q], memory.logits[slot + q * kNextSlot]);
         }
@@ -399,7 +400,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         constexpr std::integral_constant<int, 1> t1;
         constexpr std::integral_constant<int, 2> t2;
         constexpr std::integral_constant<int, 3> t3;
-        if (tiles == 2) {  // of 17 to 32 rows, as the papers have them
+        if (tiles == 2) {  // 17 to 32 rows, as in the papers
           if (first_tile == 0) {
             pair(t0, t1);
           } else {
@@ -436,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   };
   const int64_t warp_column = own.column0 + warp * kColumns, first_column = warp_column + (kBackward ? 8 : 2) * t;
   const int left = static_cast<int>(width - first_column < kColumns ? width - first_column : kColumns);
-  const bool quads = width % kQuad == 0;  // then whole rows of the partial sums are in quads
+  const bool quads = width % kQuad == 0;  // rows of the partial sums are then whole quads
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -477,7 +478,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (p.splits == 1) return;
   const int64_t place = (copy * p.groups + group) * p.blocks + block;
   if (!last_to_arrive(p.tickets + place, static_cast<unsigned>(p.splits))) return;
-  const int log_across = 3 + p.log_warps;  // of the quads of a row
+  const int log_across = 3 + p.log_warps;  // quads per row
   for (int i = threadIdx.x; i < (p.slabs_each * kSlabRows) << log_across; i += blockDim.x) {
     const int64_t row = memory.row[i >> log_across];
     const int64_t column = own.column0 + (i & ((1 << log_across) - 1)) * kQuad;
@@ -505,7 +506,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// How a product is dealt to blocks. Copies have no part in it, so that each finds what it would alone.
+// How a product is distributed over blocks. This does not depend on the copies, so that each gets the same result as it
+// would alone.
 struct Plan {
   Slabs slabs;
   int log_warps, slabs_each;

@@ -1,4 +1,4 @@
-// What the kernels of masked_linear share: noise of four neighbouring weights, and how rows are dealt to warps.
+// Shared by the kernels of masked_linear: noise of four neighbouring weights, and how rows are distributed over warps.
 #pragma once
 
 #include "masks.cuh"
@@ -7,32 +7,32 @@
 
 namespace fastmod::cuda {
 
-// Where the noise of a sample begins.
+// The first noise word of a sample.
 __device__ inline uint64_t first_word(const LinearShape& shape, const MaskNoise& noise, int64_t sample) {
   return static_cast<uint64_t>((noise.first + sample) * shape.out * shape.in);
 }
 
-// Four numbers of a row or a column, those that a lane has of a chunk of 16: its k = 4 t .. 4 t + 3. One unit of two words
-// each, fp32 two units of four words: high and low tf32 numbers.
+// The four numbers of a row or a column that a lane has of a chunk of 16: k = 4 t .. 4 t + 3. They are one unit of two
+// words, or for fp32 two units of four words: high and low tf32 numbers.
 template <typename T>
 struct Four {
   using Unit = uint2;
   static constexpr int kParts = 1;
-  // Whether all are finite.
+  // Returns whether all are finite.
   static __device__ bool split(const float (&v)[4], bool, Unit (&unit)[1]) {
     T* type = nullptr;
     unit[0] = {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
     const float all = (v[0] + v[1]) + (v[2] + v[3]);
     return all - all == 0.0f;
   }
-  // Of weights and the shares of their masks: false also where a share is NaN.
+  // For weights with the shares of their masks: also returns false if a share is NaN.
   static __device__ bool split(const float (&v)[4], const float (&share)[4], bool, Unit (&unit)[1]) {
     T* type = nullptr;
     unit[0] = {half_word(v[0], v[1], type), half_word(v[2], v[3], type)};
     const float all = v[0] * share[0] + v[1] * share[1] + v[2] * share[2] + v[3] * share[3];
     return all - all == 0.0f;
   }
-  // d = a b of a whole chunk, a: of rows g and g + 8, b: of column g.
+  // d = a b over a whole chunk; a: rows g and g + 8, b: column g.
   template <bool kPrecise>
   static __device__ void multiply(const Unit (&a)[2][1], const Unit (&b)[1], float (&d)[4]) {
     mma_from_zero(static_cast<T*>(nullptr), d, {a[0][0].x, a[1][0].x, a[0][0].y, a[1][0].y}, b[0].x, b[0].y);
@@ -53,7 +53,7 @@ struct Four<float> {
     const float all = split_finite(v, unit, share);
     return all - all == 0.0f;
   }
-  // As if all were finite; returns a number that is not, if one of them or of the shares is not.
+  // Splits as if all were finite; returns a number that is not finite if a number or a share is not.
   static __device__ float split_finite(const float (&v)[4], Unit (&unit)[2], const float (&share)[4] = {1, 1, 1, 1}) {
     uint32_t high[4], low[4];
     float all = 0.0f;
@@ -128,7 +128,7 @@ __device__ void write_quad(const float (&v)[kQuad], const Mixed<T>& to) {
   }
 }
 
-// Four neighbours on their way to shared memory, zeros beyond `valid`. kVector: at once, all or none.
+// Copies four neighbours to shared memory, zeros beyond `valid`. kVector: all four at once, or none.
 template <bool kVector, typename T>
 __device__ void copy_quad(T* to, const T* from, int valid) {
   if constexpr (kVector) {
@@ -145,7 +145,7 @@ __device__ void copy_quad(T* to, const T* from, int valid) {
   }
 }
 
-// Of fp32 that counts as rounded to T: through registers.
+// For fp32 that is treated as rounded to T: goes through registers.
 template <bool kVector, typename T>
 __device__ void copy_quad(T* to, const Mixed<const T>& from, int valid) {
   if (!from.wide) return copy_quad<kVector>(to, from.narrow, valid);
@@ -170,12 +170,12 @@ inline bool quads_aligned(const Mixed<T>& tensor, int64_t row) {
   return tensor.wide ? quads_aligned(tensor.wide, row) : quads_aligned(tensor.narrow, row);
 }
 
-// Blocks of one copy, and copies; more than 65535 of them a launch refuses.
+// Blocks of one copy, times copies; a launch with more than 65535 copies fails.
 inline dim3 grid_of(int64_t blocks, const LinearCopies& copies) {
   return dim3(blocks_for(blocks, 1).x, blocks_for(copies.count, 1).x);
 }
 
-// Written by other blocks while this one ran.
+// Reads what other blocks wrote while this one ran.
 __device__ inline float4 fresh_quad(const float* address) {
 #if defined(__CUDA_ARCH__)
   float4 four;
@@ -189,15 +189,16 @@ __device__ inline float4 fresh_quad(const float* address) {
 #endif
 }
 
-// Rows in tiles of 16. A slab is what a warp multiplies: up to kTiles tiles, of several samples or of a part of one.
+// Rows are split into tiles of 16. A warp multiplies a slab: up to kTiles tiles, of several samples or of a part of
+// one.
 constexpr int kTileHeight = 16;
 constexpr int kTiles = 4;
 constexpr int kSlabRows = kTiles * kTileHeight;
 
 struct Slabs {
   int64_t rows, all_samples;  // rows of a sample
-  int samples, tiles;         // of a slab: samples, and tiles of each of them
-  int64_t along, count;       // slabs of one sample, if it has more than one; of all
+  int samples, tiles;         // of a slab: samples, and tiles per sample
+  int64_t along, count;       // slabs of one sample, if it has more than one; slabs in total
 
   Slabs(int64_t rows_, int64_t samples_) : rows(rows_), all_samples(samples_) {
     const int64_t needed = (rows + kTileHeight - 1) / kTileHeight;
@@ -207,7 +208,7 @@ struct Slabs {
     count = along == 1 ? (all_samples + samples - 1) / samples : all_samples * along;
   }
   __device__ int64_t first_sample(int64_t slab) const { return quotient(slab, along) * samples; }
-  // Where row `local` of a slab is among all rows, or -1.
+  // The index of row `local` of a slab among all rows, or -1.
   __device__ int64_t row(int64_t slab, int local) const {
     const int tile = local / kTileHeight, own = tile / tiles;
     const int64_t part = slab - quotient(slab, along) * along, sample = first_sample(slab) + own;

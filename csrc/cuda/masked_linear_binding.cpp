@@ -5,10 +5,10 @@
 namespace fastmod::cuda::bindings {
 namespace {
 
-// As cuBLAS is allowed to.
+// Whether tf32 is allowed, as for cuBLAS.
 bool matmul_tf32() { return at::globalContext().allowTF32CuBLAS(); }
 
-// A tensor of which every copy lies without gaps; copies that are one and the same (an expanded tensor) stay one.
+// A tensor whose copies are contiguous; copies that share memory (an expanded tensor) keep sharing it.
 struct Stacked {
   Tensor dense;
   int64_t step = 0;  // from one copy to the next
@@ -20,7 +20,7 @@ struct Stacked {
   }
 };
 
-// Inputs, and the shape of one copy.
+// The inputs, and the shape of one copy.
 struct Inputs {
   bool stacked;
   int64_t copies;

@@ -1,20 +1,21 @@
-// masked_linear in fp64, which tensor cores of few GPUs serve: weights are masked on their way into shared memory. A
-// block has up to 64 rows of a sample. Sums are taken in chunks of kDepth, which rounds less than one long sum.
+// masked_linear in fp64, which the tensor cores of few GPUs support: weights are masked on their way into shared
+// memory. A block has up to 64 rows of a sample. Sums are taken in chunks of kDepth, which rounds less than one long
+// sum.
 #include "masked_linear.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
-constexpr int kSide = 16;  // threads of a block stand in a square
+constexpr int kSide = 16;  // the threads of a block form a square
 constexpr int kThreads = kSide * kSide;
-constexpr int kTile = 64;   // outputs or inputs of a block
+constexpr int kTile = 64;   // outputs or inputs per block
 constexpr int kDepth = 32;  // of a chunk
 constexpr int kEach = kTile / kSide;
-constexpr int kRows = 64;   // of a block
-constexpr int kHalf = kRows / 2;  // rows come in halves, of which few rows need one
+constexpr int kRows = 64;   // per block
+constexpr int kHalf = kRows / 2;  // the second half of the rows is skipped if there are few
 constexpr int kRowsEach = kRows / kSide;
 
-// value where the mask keeps it, else 0, by a product: 0 * inf is NaN here as in torch. NaN where there is no mask.
+// value where the mask keeps it, else 0 * value, as 0 * inf is NaN in torch too. NaN where the logit is NaN.
 __device__ double kept(uint32_t word, double logit, double value) {
   if (logit != logit) return NAN;
   return value * (static_cast<int32_t>(word >> 9) >= words_off(to_float(logit)) ? 1.0 : 0.0);
@@ -27,7 +28,7 @@ __device__ PhiloxWords quad_words(int64_t seed, const LinearShape& shape, const 
   return shape.in % kQuad == 0 ? keys.any(index / kQuad) : words_from(keys, index);
 }
 
-// A piece [kHeight, kWide] of the masked weight from (row0, column0) on, into shared memory; zero beyond the edges.
+// Loads a piece [kHeight, kWide] of the masked weight at (row0, column0) into shared memory; zero beyond the edges.
 template <int kHeight, int kWide, int kPitch>
 __device__ void stage_masked(const double* weight, const double* logits, double* staged, int64_t row0, int64_t column0,
                              int64_t seed, const LinearShape& shape, const MaskNoise& noise, int64_t sample) {
@@ -53,7 +54,7 @@ __device__ void stage_masked(const double* weight, const double* logits, double*
   }
 }
 
-// A piece [kHeight, kWide] of a matrix of `rows` rows of `width` numbers, from (row0, column0) on; zero beyond the edges.
+// Loads a piece [kHeight, kWide] of a matrix [rows, width] at (row0, column0); zero beyond the edges.
 template <int kHeight, int kWide, int kPitch>
 __device__ void stage(const double* matrix, double* staged, int64_t row0, int64_t column0, int64_t rows, int64_t width) {
   for (int e = threadIdx.x; e < kHeight * kWide; e += kThreads) {
@@ -62,14 +63,14 @@ __device__ void stage(const double* matrix, double* staged, int64_t row0, int64_
   }
 }
 
-// What a thread sums up: rows row() of a sample, columns column() of the block's tile.
+// The sums of a thread: rows row() of a sample, columns column() of the block's tile.
 struct Sums {
   double total[kRowsEach][kEach] = {};
 
   static __device__ int row(int i) { return static_cast<int>(threadIdx.x) / kSide + kSide * i; }
   static __device__ int column(int j) { return static_cast<int>(threadIdx.x) % kSide + kSide * j; }
 
-  // Adds a chunk: left(row, k) * right(k, column). Rows beyond the first half only where there are any.
+  // Adds a chunk: left(row, k) * right(k, column). Skips the second half of the rows if it is empty.
   template <typename Left, typename Right>
   __device__ void add(int64_t rows, Left left, Right right) {
     add_half<0>(left, right);
@@ -98,7 +99,7 @@ struct Sums {
     }
   }
 
-  // Into columns column0 .. of rows of `width` numbers; `offsets`, if any, has one number a column.
+  // Stores into columns column0 .. of rows of `width` numbers; `offsets`, if any, has one number per column.
   __device__ void store(double* matrix, const double* offsets, int64_t column0, int64_t rows, int64_t width) const {
 #pragma unroll
     for (int i = 0; i < kRowsEach; ++i) {
@@ -116,7 +117,7 @@ __host__ __device__ int64_t pieces(int64_t size, int64_t each) { return (size + 
 
 // What a block computes: kTile columns of up to kRows rows of one sample.
 struct Piece {
-  int64_t sample, row, column, rows;  // rows: that are left
+  int64_t sample, row, column, rows;  // rows: how many are left
   __device__ Piece(const LinearShape& shape, int64_t width) {
     const int64_t across = pieces(width, kTile), down = pieces(shape.rows, kRows), outer = blockIdx.x / across;
     sample = outer / down;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   sums.store(grad_x + first_row * shape.in, nullptr, piece.column, piece.rows, shape.in);
 }
 
-// A block: a tile [kDepth, kTile] of the weight. A thread has kOwnRows quads of neighbouring weights in it.
+// A block takes a tile [kDepth, kTile] of the weight; a thread has kOwnRows quads of neighbouring weights in it.
 __global__ void __launch_bounds__(kThreads)
     backward_weight_kernel(const double* grad, const double* x, const double* weight, const double* logits,
                            double* grad_weight, double* grad_logits, double tau, LinearShape shape, MaskNoise noise) {
@@ -242,7 +243,7 @@ namespace plain {
 
 namespace {
 
-// What `launch(copy, noise)` launches, for every copy.
+// Calls launch(copy, noise) for every copy.
 template <typename Launch>
 cudaError_t for_copies(const LinearShape& shape, MaskNoise noise, Launch launch) {
   cudaError_t found = cudaSuccess;

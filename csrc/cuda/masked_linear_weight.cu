@@ -1,22 +1,22 @@
-// Gradients of weight and logits of masked_linear on tensor cores. For every sample the product of its rows, grad^T x,
-// is multiplied by the mask, or by the slope of the relaxed mask, and added to what the samples before gave.
+// Gradients of weight and logits of masked_linear on tensor cores. For every sample the product grad^T x over its rows
+// is multiplied by the mask, or by the slope of the relaxed mask, and added up over the samples.
 //
-// A warp has 16 outputs and 32 inputs. Rows come into shared memory as they are, 32 at a time, while the rows before are
-// worked on; fp32 is split into two tf32 numbers on the way from there to where they are multiplied. Both factors stay
-// as they lie in memory: which output is which row of a tile, and which input which column, is free, so that a lane gets
-// neighbours by one load, and tensor cores turn 16 bits round. What a lane gets of the product are four quads of
-// neighbouring inputs, each of which one Philox call serves. Logits are read once for all samples.
+// A warp has 16 outputs and 32 inputs. Rows are copied unchanged into shared memory, 32 at a time, while the previous
+// rows are worked on; fp32 is split into two tf32 numbers on a second copy within shared memory. Neither factor is
+// transposed by hand: outputs and inputs may be assigned to the rows and columns of a tile in any order, so that a lane
+// gets neighbours by one load, and ldmatrix transposes 16-bit numbers. A lane's part of the product is four quads of
+// neighbouring inputs, each of which takes one Philox call. Logits are read once for all samples.
 #include "masked_linear.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 constexpr int kChunk = 32;    // rows
-constexpr int kStep = 16;     // rows whose product begins at zero: tensor cores round towards zero
-constexpr int kOutputs = 16;  // of a warp
-constexpr int kInputs = 32;   // of a warp
+constexpr int kStep = 16;     // rows per product, which starts at zero, as tensor cores round towards zero
+constexpr int kOutputs = 16;  // per warp
+constexpr int kInputs = 32;   // per warp
 constexpr int kTilesAcross = kInputs / 8;
-constexpr int kQuads = 4;     // of a lane
+constexpr int kQuads = 4;     // per lane
 constexpr int64_t kEnoughBlocks = 128;
 
 template <typename T, bool kMixed>
@@ -38,7 +38,7 @@ __device__ inline void add(const float (&found)[4], float (&to)[4]) {
   for (int e = 0; e < 4; ++e) to[e] = kFirst ? found[e] : to[e] + found[e];
 }
 
-// Where a lane's part of the first row of both factors lies, in bytes from where they begin.
+// Offsets in bytes of a lane's part of the first row of both factors.
 struct Places {
   int grads, inputs;
 };
@@ -49,21 +49,22 @@ __device__ inline const unsigned char* place(const void* from, int bytes) {
   return static_cast<const unsigned char*>(from) + bytes;
 }
 
-// A chunk of both factors in shared memory, and its product. 16 bits: rows as they are, but inputs of 16 in the order 0,
-// 1, 4, 5, .. 12, 13, 2, 3, .. 14, 15, after which a lane's columns of two tiles are a quad. No bank is hit twice.
+// A chunk of both factors in shared memory, and its product. 16-bit rows are unchanged, except that each 16 inputs have
+// the order 0, 1, 4, 5, .. 12, 13, 2, 3, .. 14, 15, so that a lane's columns of two tiles are a quad. There are no bank
+// conflicts.
 template <typename T, int kOut, int kIn>
 struct Factors {
   alignas(16) uint32_t grads[kChunk][kOut / 2 + 4];
   alignas(16) uint32_t inputs[kChunk][kIn / 2 + 4];
 
-  // Quad q of a lane, seen from the warp's first output and input.
+  // Quad q of a lane, relative to the warp's first output and input.
   static __device__ int out_of(int q, int g) { return g + q % 2 * 8; }
   static __device__ int in_of(int q, int t) { return 4 * t + q / 2 * 16; }
   static __device__ float value(const Product& product, int q, int i) {
     return product[q / 2 * 2 + i / 2][q % 2 * 2 + i % 2];
   }
 
-  // Returns a number that is not finite if one of the four is not and that matters: see fp32.
+  // Returns a number that is not finite if one of the four is not and this matters (see the fp32 version).
   template <bool kQuick>
   __device__ float put_grads(const T* quad, int row, int column, bool) {
     *reinterpret_cast<uint2*>(&grads[row][column / 2]) = *reinterpret_cast<const uint2*>(quad);
@@ -103,7 +104,8 @@ struct Factors {
   }
 };
 
-// fp32: of two neighbouring outputs both high parts, then both low parts; of inputs high and low parts apart.
+// fp32: two neighbouring outputs are stored as both high parts, then both low parts; inputs have high and low parts
+// in separate arrays.
 template <int kOut, int kIn>
 struct Factors<float, kOut, kIn> {
   alignas(16) uint32_t grads[kChunk][2 * kOut + 8];
@@ -113,7 +115,7 @@ struct Factors<float, kOut, kIn> {
   static __device__ int in_of(int q, int t) { return 8 * t + q / 2 * 4; }
   static __device__ float value(const Product& product, int q, int i) { return product[i][q % 2 * 2 + q / 2]; }
 
-  // kQuick: as if all were finite. If what comes back is not, it is to be done again.
+  // kQuick: splits as if all were finite. If the returned number is not finite, it must be done again without kQuick.
   template <bool kQuick>
   __device__ float put_grads(const float* quad, int row, int column, bool precise) {
     uint4 unit[2];
@@ -187,12 +189,12 @@ struct Memory {
   static constexpr int kOut = kOutputs * kDown, kIn = kInputs * kAcross, kThreads = kWarp * kDown * kAcross;
   static_assert(kOut == kIn, "half the threads copy one factor, half the other");
   static constexpr int kLine = kOut / kQuad;                                       // threads that copy a row
-  static constexpr int kRowStep = kThreads / 2 / kLine, kOwn = kChunk / kRowStep;  // rows at a time, quads of a thread
-  Factors<T, kOut, kIn> factors;  // first: places in it are then known without an addition
+  static constexpr int kRowStep = kThreads / 2 / kLine, kOwn = kChunk / kRowStep;  // rows at a time, quads per thread
+  Factors<T, kOut, kIn> factors;  // first: this saves an addition in its addresses
   alignas(16) T raw[kOwn][kThreads][kQuad];
 };
 
-// A thread's part in bringing rows into shared memory: one quad of columns.
+// A thread's part in loading rows into shared memory: one quad of columns.
 template <typename T, int kDown, int kAcross, bool kMixed>
 class Loader {
   using Own = Memory<T, kDown, kAcross>;
@@ -215,7 +217,7 @@ class Loader {
     const Operand<kMixed, const T> grad{p.grad};
     from_ = either(of_inputs_, p.x, grad) + (own + (inside_ > 0 ? first : 0) + row_ * width_);
   }
-  // The next `rows` rows, zeros in place of others.
+  // Starts copying the next `rows` rows, and zeros for the rest of the chunk.
   __device__ void load(int rows) {
     if (vector_) {
       copy<true>(rows);
@@ -228,7 +230,7 @@ class Loader {
   template <bool kVector>
   __device__ void copy(int rows) {
     auto from = from_;
-    const auto valid = from_ + -(row_ * width_);  // where there is a row in any case
+    const auto valid = from_ + -(row_ * width_);  // a row that always exists
 #pragma unroll
     for (int i = 0; i < Own::kOwn; ++i) {
       const bool there = row_ + i * Own::kRowStep < rows;
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1)
     return first_at + (Parts::out_of(q, 0) ? Parts::out_of(q, 0) * p.shape.in : 0) + Parts::in_of(q, 0);
   };
   const bool whole = p.vector_weight && out0 + Own::kOut <= p.shape.out && in0 + Own::kIn <= p.shape.in;
-  const auto left_of = [&](int q) {  // weights of the quad that are there
+  const auto left_of = [&](int q) {  // how many weights of the quad exist
     return first_out + Parts::out_of(q, 0) < p.shape.out ? clamped(p.shape.in - first_in - Parts::in_of(q, 0)) : 0;
   };
   const auto read = [&](const Operand<kMixed, const T>& matrix, float(&v)[kQuads][kQuad]) {
@@ -317,7 +319,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1)
   };
 
   uint32_t low[kQuads][kQuad], flip[kQuads][kQuad];
-  float slope_of[kQuads][kQuad];  // at tau = 1 exp(-|logit|), else the logit
+  float slope_of[kQuads][kQuad];  // exp(-|logit|) if tau = 1, else the logit
   float of_weight[kQuads][kQuad] = {}, of_logits[kQuads][kQuad] = {};
   read(logits, slope_of);
 #pragma unroll
@@ -334,13 +336,13 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1)
   const Places places = memory.factors.places(own_out, own_in, lane);
   Loader<T, kDown, kAcross, kMixed> loader(p, memory, copy, out0, in0);
   uint64_t index = first_word(p.shape, p.noise, 0) + static_cast<uint64_t>(first_at);
-  int64_t rows_left = p.shape.rows;  // of the sample, that have not been asked for
+  int64_t rows_left = p.shape.rows;  // rows of the sample whose copy has not been started
   const auto load = [&] {
     const int rows = at_most(rows_left, kChunk);
     loader.load(rows);
     rows_left -= rows;
   };
-  const int64_t samples = p.shape.rows > 0 ? p.noise.samples : 0;  // of no rows comes nothing
+  const int64_t samples = p.shape.rows > 0 ? p.noise.samples : 0;  // without rows all gradients are zero
   if (samples > 0) load();
 #pragma unroll 1
   for (int64_t sample = 0; sample < samples; ++sample) {
@@ -348,7 +350,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1)
     const auto add_chunk = [&](auto first, int64_t row) {
       constexpr bool kFirst = decltype(first)::value;
       wait_copies<0>();
-      __syncthreads();  // the chunk before has been read
+      __syncthreads();  // the previous chunk has been read
       loader.put();
       if (rows_left == 0 && sample + 1 < samples) rows_left = p.shape.rows;
       if (rows_left > 0) load();
@@ -379,13 +381,13 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1)
     }
     index += static_cast<uint64_t>(p.shape.out * p.shape.in);
     if (given(p.grad_weight)) {
-      uint32_t nearest = 0xffffffffu;  // above the low words
+      uint32_t nearest = 0xffffffffu;  // the smallest distance of a word above its low word
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
 #pragma unroll
         for (int i = 0; i < kQuad; ++i) nearest = smaller(nearest, words[q].word[i] - low[q][i]);
       }
-      if (nearest < kUnsure) {
+      if (nearest < kUncertainWords) {
         float logit[kQuads][kQuad];
         read(logits, logit);
 #pragma unroll
@@ -431,7 +433,7 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1)
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
 #pragma unroll
-        for (int i = 0; i < kQuad; ++i) {  // NaN where the logit is one
+        for (int i = 0; i < kQuad; ++i) {  // NaN where the logit is NaN
           if (slope_of[q][i] != slope_of[q][i]) of_weight[q][i] = NAN;
         }
       }

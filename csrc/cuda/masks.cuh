@@ -1,4 +1,4 @@
-// What the weight-mask kernels share: thresholds, noise, and the slope of the relaxed mask.
+// Shared by the kernels of weight masks: thresholds, noise, and the slope of the relaxed mask.
 #pragma once
 
 #include "../constants.h"
@@ -13,11 +13,11 @@ __device__ inline float to_float(double value) { return static_cast<float>(value
 __device__ inline float magnitude(float value) { return fabsf(value); }
 __device__ inline double magnitude(double value) { return fabs(value); }
 
-// How many words switch a weight off whose logit is of this size and positive: the formula of constants.h. The
-// intrinsics are never fused into other FMAs, whose single rounding other backends do not have; the FMAs here have exact
-// products, and so round as a product and a sum do.
+// How many words switch a weight off whose logit has this size and is positive: the formula of constants.h. The
+// intrinsics are never fused into FMAs, whose single rounding other backends do not have. The explicit FMAs have exact
+// products, and so round like a product and a sum.
 __device__ inline int32_t fewest_off(float size) {
-  // Constants of their own: device code cannot index a constexpr array of the host.
+  // Copied, as device code cannot index a constexpr array of the host.
   constexpr float c0 = mask::kExp[0], c1 = mask::kExp[1], c2 = mask::kExp[2];
   constexpr float c3 = mask::kExp[3], c4 = mask::kExp[4], c5 = mask::kExp[5];
   const float d = size < mask::kCap ? size : mask::kCap;
@@ -34,14 +34,14 @@ __device__ inline int32_t fewest_off(float size) {
   const float share = __fdiv_rn(a, __fadd_rn(a, 1.0f));
   return static_cast<int32_t>(__fmaf_rn(share, mask::kWordsF, 0.5f));
 }
-// For any logit; all of them where it is NaN.
+// For any logit; all words if it is NaN.
 __device__ inline int32_t words_off(float logit) {
   if (logit != logit) return mask::kWords;
   const int32_t off = fewest_off(fabsf(logit));
   return logit < 0.0f ? mask::kWords - off : off;
 }
 
-// sigmoid(-logit), NaN for NaN, with an error below 2^-21: a few instructions, where the exact formula takes thirty.
+// sigmoid(-logit), NaN for NaN, with an error below 2^-21, in a few instructions; the exact formula takes thirty.
 __device__ inline float roughly_off(float logit) {
 #if defined(__CUDA_ARCH__)
   float power, share;
@@ -52,9 +52,9 @@ __device__ inline float roughly_off(float logit) {
   return 1.0f / (1.0f + exp2f(logit * mask::kLog2e));
 #endif
 }
-// A noise word below low_word(roughly_off(logit)) does not keep a weight, one that is kUnsure above it does. Between them
-// words_off decides.
-constexpr uint32_t kUnsure = 1u << 13;
+// A noise word below low_word(roughly_off(logit)) drops a weight, one at least kUncertainWords above that keeps it. For
+// words in between words_off decides.
+constexpr uint32_t kUncertainWords = 1u << 13;
 __device__ inline uint32_t low_word(float share) {
   const float low = share * 4294967296.0f - 4096.0f;
 #if defined(__CUDA_ARCH__)
@@ -70,7 +70,7 @@ __device__ inline uint32_t& word_of(uint4& unit, int i) {
 
 __device__ inline uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// Rarely words are near the threshold: here those of four weights become, by the exact threshold, the largest or 0.
+// For the rare words near the threshold: sets the words of four weights to the largest or to 0 by the exact threshold.
 __device__ inline void decide(PhiloxWords& words, uint4& low, const float4& logits) {
   const float logit[] = {logits.x, logits.y, logits.z, logits.w};
 #pragma unroll
@@ -80,12 +80,12 @@ __device__ inline void decide(PhiloxWords& words, uint4& low, const float4& logi
   }
 }
 
-// step: to the seed of a copy of the layer
+// step: distance to the seed of this copy of the layer
 __device__ inline int64_t seed_of(const MaskNoise& noise, int64_t step = 0) {
   return noise.seed ? noise.seed[step] : noise.seed_value;
 }
 
-// The same number, which nvcc is to hold rather than to compute anew in every loop.
+// The same number, which nvcc then keeps in a register instead of recomputing it in every loop.
 template <typename Number>
 __device__ inline Number held(Number value) {
 #if defined(__CUDA_ARCH__)
@@ -98,9 +98,9 @@ __device__ inline Number held(Number value) {
   return value;
 }
 
-// What the Philox groups of one seed and stream have in common, computed once. Two words of the counter are the same for
-// all groups, and a third, the upper half of the group, is 0 for those below 2^32: what becomes of them in the first
-// three rounds is folded into the keys, which leaves 55 of 60 instructions.
+// What the Philox groups of one seed and stream have in common, computed once. They share two words of the counter, and
+// groups below 2^32 also a third, which is 0 (the upper half of the group). The first three rounds of these words are
+// folded into the keys, which leaves 55 of 60 instructions.
 class MaskKeys {
  public:
   __device__ MaskKeys(int64_t seed, uint32_t stream) {
@@ -156,13 +156,13 @@ class MaskKeys {
   }
 };
 
-// Noise words of the weights `index` .. `index` + 3, wherever a group of four begins.
+// Noise words of weights index .. index + 3; index need not be a multiple of 4.
 __device__ inline PhiloxWords words_from(const MaskKeys& keys, uint64_t index) {
   PhiloxWords words = keys.any(index / kQuad);
   const PhiloxWords next = keys.any(index / kQuad + 1);
   uint32_t moved[6];
 #pragma unroll
-  for (int i = 0; i < 6; ++i) {  // by comparisons: an indexed local array would live in memory
+  for (int i = 0; i < 6; ++i) {  // by comparisons: an indexed local array would be in memory
     const uint32_t far = i + 2 < kQuad ? words.word[i + 2] : next.word[i + 2 - kQuad];
     const uint32_t near = i < kQuad ? words.word[i] : next.word[i - kQuad];
     moved[i] = index & 2 ? far : near;
@@ -172,13 +172,13 @@ __device__ inline PhiloxWords words_from(const MaskKeys& keys, uint64_t index) {
   return words;
 }
 
-// Whether MaskKeys::near serves: rows of `width` weights begin at multiples of 4, and no group of the samples before
-// noise.first + noise.samples, of `count` weights each, is 2^32 or more.
+// Whether MaskKeys::near can be used: rows of `width` weights begin at multiples of 4, and all groups of the samples
+// before noise.first + noise.samples, of `count` weights each, are below 2^32.
 __host__ __device__ inline bool near_quads(const MaskNoise& noise, int64_t count, int64_t width) {
   return width % kQuad == 0 && (count == 0 || noise.first + noise.samples <= (int64_t{1} << 34) / count);
 }
 
-// s(1 - s) at temperature 1: with decay = exp(-|l|) and u counted from the side that l favours,
+// s(1 - s) at temperature 1: with decay = exp(-|l|) and u measured from the side that l favours,
 // s = u / (u + decay (1 - u)).
 template <typename C>
 __device__ inline C slope_at_one(C u, bool low, C decay) {
@@ -195,7 +195,7 @@ __device__ inline C slope_at(C u, C logit, C tau) {
   return e / (sum * sum) / tau;
 }
 
-// exp(-|logit|) with a relative error below 2^-23 (1 + |logit|), which is what a rounded logit costs as well.
+// exp(-|logit|) with a relative error below 2^-23 (1 + |logit|), no more than rounding the logit causes.
 __device__ inline float quick_decay(float logit) {
 #if defined(__CUDA_ARCH__)
   float decay;
@@ -206,8 +206,8 @@ __device__ inline float quick_decay(float logit) {
 #endif
 }
 
-// slope_at_one / decay, in few instructions. bits: the upper 23 of the noise word; flip: 2^23 - 1 where the logit is
-// negative, else 0, for 1 - u is what the other bits make.
+// slope_at_one / decay, in few instructions. bits: the upper 23 bits of the noise word; flip: 2^23 - 1 if the logit is
+// negative, else 0, as inverted bits give 1 - u.
 __device__ inline float quick_slope(uint32_t bits, uint32_t flip, float decay) {
 #if defined(__CUDA_ARCH__)
   uint32_t above_one;
@@ -224,7 +224,7 @@ __device__ inline float quick_slope(uint32_t bits, uint32_t flip, float decay) {
 #endif
 }
 
-// The slope at any temperature; decay = exp(-|l|) is used at 1.
+// The slope at any temperature; decay = exp(-|l|) is used only at temperature 1.
 template <typename C>
 __device__ inline C mask_slope(C u, C logit, C decay, C tau) {
   return tau == C(1) ? slope_at_one(u, logit < C(0), decay) : slope_at(u, logit, tau);

@@ -1,4 +1,4 @@
-// Linear layers of MFNNRs that smfr.cu cannot serve: forward with bias and LeakyReLU, backward with its slope. See
+// Linear layers of MFNNRs that smfr.cu cannot handle: forward with bias and LeakyReLU, backward with its slope. See
 // mfnnr.cuh.
 #include "mfnnr.cuh"
 
@@ -74,7 +74,7 @@ template <typename T>
 constexpr bool precise(bool allow_tf32) {
   return sizeof(T) != 4 || !allow_tf32;
 }
-// Tiles of the batch times those of the columns.
+// Tiles of the batch times tiles of the columns.
 template <typename P>
 dim3 tiles_for(int64_t batch, int columns) {
   const int64_t across = (columns + P::kColumns - 1) / P::kColumns, down = (batch + P::kRows - 1) / P::kRows;

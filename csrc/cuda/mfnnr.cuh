@@ -1,8 +1,8 @@
-// Products of matrices of any size for the linear layers of MFNNRs that smfr.cu cannot serve: forward, for the gradient
-// of the input, for that of the weight. On tensor cores, as smfr.cuh has them; fp64 in plain sums.
+// Products of matrices of any size for the linear layers of MFNNRs that smfr.cu cannot handle: for the forward, for the
+// gradient of the input and for that of the weight. On tensor cores as in smfr.cuh; plain sums for fp64.
 //
-// A block has a tile of the result. Its eight warps share the tile, and those of one part of it the depth, 16 at a time:
-// a tile is small, so that a batch of 128 keeps a GPU busy, and what the warps have is added up in a fixed order.
+// A block has a tile of the result. Its eight warps share the tile, and the warps of one part of it share the depth, 16
+// at a time. Tiles are small, so that a batch of 128 keeps a GPU busy; the warps' sums are added up in a fixed order.
 #pragma once
 
 #include "rows.cuh"
@@ -14,23 +14,23 @@ enum ProductKind : int { kOfInput, kOfGrads, kOfWeight };  // input W^T, grads W
 
 constexpr int kProductThreads = 256;
 
-// How a tile of one kind is laid out. Left and right factor lie in shared memory either "along", [row of the result or
-// column of it][depth], or [depth][row or column], as they do in global memory.
+// The layout of a tile of one kind. In shared memory a factor is either "along", [row or column of the result][depth],
+// or [depth][row or column], as in global memory.
 template <typename T, typename W, int kKind>
 struct ProductTile {
   using C = Compute<T>;
   using Left = C;
   using Right = std::conditional_t<kKind == kOfWeight, C, W>;
-  using RightAs = std::conditional_t<kKind == kOfWeight, C, T>;  // what it counts as
+  using RightAs = std::conditional_t<kKind == kOfWeight, C, T>;  // the type it is treated as
   static constexpr bool kPlain = sizeof(C) == 8;
   static constexpr bool kLeftAlong = kKind != kOfWeight, kRightAlong = kKind == kOfInput;
-  static constexpr bool kExactRight = sizeof(RightAs) == 2;  // numbers of 16 bits are whole in tf32
-  static constexpr int kRowTiles = kKind == kOfWeight ? 2 : 1, kColumnTiles = 4;  // of 16 and of 8, of a warp
+  static constexpr bool kExactRight = sizeof(RightAs) == 2;  // tf32 holds 16-bit numbers exactly
+  static constexpr int kRowTiles = kKind == kOfWeight ? 2 : 1, kColumnTiles = 4;  // per warp, of 16 and of 8
   static constexpr int kDown = 2, kAcross = kKind == kOfWeight ? 2 : 1;           // warps
   static constexpr int kShares = kProductThreads / kWarp / (kDown * kAcross);     // warps that share the depth
   static constexpr int kRows = kDown * kRowTiles * 16, kColumns = kAcross * kColumnTiles * 8, kDepth = 16 * kShares;
   static constexpr int kStages = kPlain ? 1 : 2;
-  // Lanes of a fragment on banks of their own, rows on 16 bytes.
+  // So that lanes of a fragment use different banks and rows are aligned to 16 bytes.
   static constexpr int kLeftPitch = kLeftAlong ? kDepth + (kPlain ? 2 : 16) : kRows + 8;
   static constexpr int kRightPitch = kRightAlong ? kDepth + (kPlain ? 2 : 16) : kColumns + 8;
   static constexpr int kSumPitch = kColumns + 8;
@@ -44,7 +44,8 @@ struct ProductTile {
 
 // ---- global to shared memory
 
-// A lane multiplies four neighbours of the depth; where rows are the depth, those go 4 rows apart, for the banks' sake.
+// A lane multiplies four neighbours of the depth. If rows are the depth, they are stored 4 rows apart to avoid bank
+// conflicts.
 __device__ inline int dealt(int row) { return (row & ~15) | (row & 3) << 2 | (row >> 2 & 3); }
 
 template <int kMany, typename From, typename E>
@@ -67,7 +68,7 @@ __device__ inline void copy_many(E* to, const From* address, bool inside) {
   }
 }
 
-// fp32 that counts as rounded to T.
+// fp32 that is treated as rounded to T.
 template <int kMany, typename T>
 __device__ inline void copy_rounded(float* to, const float* address, bool inside) {
   Four32 four{};
@@ -82,7 +83,7 @@ __device__ inline void copy_rounded(float* to, const float* address, bool inside
   }
 }
 
-// kRows x kColumns of a matrix from (row0, column0) on, zeros beyond it.
+// Loads kRows x kColumns of a matrix at (row0, column0), zeros beyond it.
 template <int kRows, int kColumns, int kPitch, bool kDeal, int kMany, typename T, typename E>
 __device__ inline void load_by(const Joined<T>& from, int64_t row0, int64_t rows, int column0, E* to) {
   constexpr int kEach = kColumns / kMany;
@@ -117,7 +118,7 @@ __device__ inline void load_block(const Joined<T>& from, bool whole, int64_t row
   load_by<kRows, kColumns, kPitch, kDeal, 1>(from, row0, rows, column, to);
 }
 
-// Whether 16 bytes of shared memory can be filled at once, wherever they begin.
+// Whether every 16 bytes of shared memory can be filled at once.
 template <typename E, typename T>
 __device__ inline bool by_sixteen(const Joined<T>& m) {
   constexpr int kMany = 16 / sizeof(E);
@@ -126,9 +127,9 @@ __device__ inline bool by_sixteen(const Joined<T>& m) {
          reinterpret_cast<uintptr_t>(m.narrow.first) % (kMany * (m.narrow.wide ? 4 : sizeof(T))) == 0;
 }
 
-// ---- products of what is in shared memory
+// ---- products of factors in shared memory
 
-// Of row or column `index` those four of sixteen depths that lane % 4 == t multiplies, as numbers of type As.
+// Reads, as type As, the four of sixteen depths of row or column `index` that lane % 4 == t multiplies.
 template <bool kAlong, int kPitch, typename As, typename E>
 __device__ inline void read_depths(const E* tile, int index, int k0, int t, float (&v)[4]) {
   if constexpr (kAlong) {
@@ -141,13 +142,13 @@ __device__ inline void read_depths(const E* tile, int index, int k0, int t, floa
   }
 }
 
-// A warp's part of the sums, as mma.cuh has d. low: what is small beside total, see kCutOff.
+// A warp's part of the sums, in the layout of d in mma.cuh. low: terms much smaller than total, see kCutOff.
 template <typename C, int kRowTiles, int kColumnTiles>
 struct Sums {
   C total[kRowTiles][kColumnTiles][4] = {}, low[kRowTiles][kColumnTiles][4] = {};
 };
 
-// Over 16 depths from k0 on. row0, column0: the warp's in the tile.
+// Over 16 depths from k0 on. row0, column0: of the warp in the tile.
 template <typename P, typename S>
 __device__ inline void multiply_tensor(const typename P::Left* left, const typename P::Right* right, int row0,
                                        int column0, int k0, bool precise, bool few, S& sums) {
@@ -235,9 +236,10 @@ __device__ inline void multiply_plain(const typename P::Left* left, const typena
 
 // ---- a tile
 
-// left, right: the factors as matrices in memory, each of `rows` rows where those are not the depth. The tile begins at
-// row0 and column0 of the result. each(left): after every kDepth of the depth has come. emit(row, column, value): for
-// every place of the tile, of which some may lie beyond the result; value is finite or not to be trusted.
+// left, right: the factors as matrices in memory; left_rows and right_rows are their rows unless those are the depth.
+// The tile begins at row0 and column0 of the result. each(left) is called whenever kDepth more of the depth has
+// arrived; emit(row, column, value) for every place of the tile, some of which may be beyond the result. A value that
+// is not finite is not to be trusted.
 template <typename P, typename T, typename R, typename Each, typename Emit>
 __device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, const Joined<R>& right, int64_t right_rows,
                                     int64_t depth, int64_t row0, int64_t column0, bool precise, Each each, Emit emit) {
@@ -277,7 +279,7 @@ __device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, co
   load(0);
   for (int64_t step = 0; step < steps; ++step) {
     wait_copies<0>();
-    __syncthreads();  // these have come; those before are done with
+    __syncthreads();  // these have arrived; the previous ones are no longer needed
     if (P::kStages > 1 && step + 1 < steps) load(step + 1);
     each(left_at(step));
     if (step * P::kDepth + share * 16 < depth) {
@@ -293,7 +295,7 @@ __device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, co
     }
   }
 
-  __syncthreads();  // the stages are free: for the sums
+  __syncthreads();  // the stages are free and can take the sums
   C* const kept = reinterpret_cast<C*>(memory);
   const int lane = threadIdx.x % kWarp;
   const auto place = [&](int slot, int i, int j, int half) {
@@ -350,7 +352,7 @@ __device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, co
   }
 }
 
-// Of a sum that is not finite: its factors were split in two, of which what is not finite makes no number.
+// False if the sum is not finite: its factors were split into two parts, which for non-finite factors gives NaN.
 template <typename C>
 __device__ inline bool trusted(C value) {
   return sizeof(C) == 8 || value - value == C(0);

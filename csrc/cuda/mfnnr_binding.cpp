@@ -1,14 +1,14 @@
-// mfnnr on CUDA tensors, and stacks of MFNNRs that the three launches of smfr_binding.cpp cannot serve: layer by layer, one
-// launch for each linear layer, by the kernels of mfnnr.cu. Nothing is cast and nothing but those kernels is launched, save
-// that several nets at once are served one after the other, and their results put together.
+// mfnnr on CUDA tensors, and stacks of MFNNRs that the three launches of smfr_binding.cpp cannot handle: layer by
+// layer, one launch per linear layer, with the kernels of mfnnr.cu. Nothing is cast and no other kernels are launched,
+// except that several nets are handled one after the other and their results are then combined.
 #include "image_binding.h"
 #include "../cpu/mfnnr_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
 
-// Sections [batch, width] of a buffer: route layers (the last are the logits), routed (if there is such a section), update
-// layers.
+// Sections [batch, width] of a buffer: route layers (the last is the logits), routed (if there is such a section),
+// update layers.
 template <typename C>
 struct Sections {
   std::vector<C*> route, update;
@@ -28,7 +28,7 @@ struct Sections {
   }
 };
 
-// One layer as the kernels read it.
+// One layer in the form that the kernels read.
 struct WideLayer {
   MfnnrSizes sizes;
   RoutingArguments routing;
@@ -54,7 +54,7 @@ std::vector<int64_t> leading_and(const Tensor& x, std::initializer_list<int64_t>
 std::vector<WideLayer> wide_layers(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode,
                                    bool context, const LowType& low) {
   std::vector<WideLayer> result;
-  Tensor input = x;  // only sizes are read off it
+  Tensor input = x;  // used for its sizes only
   for (const StackedLayer& layer : layers) {
     const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context, low);
     result.push_back({sizes, RoutingArguments(x, layer.tau, layer.tau_value, layer.seed, mode),
@@ -80,7 +80,7 @@ Joined<T> whole(const Compute<T>* matrix, int width) {
 inline int rows_of(const Tensor& weight) { return static_cast<int>(weight.size(0)); }
 inline int columns_of(const Tensor& weight) { return static_cast<int>(weight.size(1)); }
 
-// kept: of every linear layer; copy: of the last one once more, in T, or null.
+// kept: the result of every linear layer; copy: a second copy of the last one, in T, or null.
 template <typename T, typename W>
 void fnn_forward(Joined<T> input, const std::vector<Tensor>& params, const std::vector<Compute<T>*>& kept, T* copy,
                  int64_t batch, bool allow_tf32) {
@@ -93,7 +93,7 @@ void fnn_forward(Joined<T> input, const std::vector<Tensor>& params, const std::
   }
 }
 
-// From the gradient of an FNN's output, the last of `grads`, to that of its first linear layer's output.
+// From the gradient of an FNN's output (the last of `grads`) back to that of its first linear layer's output.
 template <typename T, typename W>
 void fnn_backward(const std::vector<Tensor>& params, const std::vector<Compute<T>*>& kept,
                   const std::vector<Compute<T>*>& grads, int64_t batch, bool allow_tf32) {
@@ -114,7 +114,7 @@ void launch_weights(std::vector<WeightGrad<T, W>>& weights, const std::vector<Te
     some.allow_tf32 = allow_tf32;
     for (; w < weights.size() && some.count < kWeightsTogether; ++w) some.linear[some.count++] = weights[w];
     if (partials.defined()) some.tau_partials = data<Compute<T>>(partials) + static_cast<int64_t>(t) * batch;
-    if (t < taus.size()) some.tau_type = number_type(taus[t]);  // of all of a launch
+    if (t < taus.size()) some.tau_type = number_type(taus[t]);  // the same for all of a launch
     for (; t < taus.size() && some.taus < kTausTogether && number_type(taus[t]) == some.tau_type; ++t) {
       some.tau[some.taus++] = data<Compute<T>>(taus[t]);
     }
@@ -122,7 +122,7 @@ void launch_weights(std::vector<WeightGrad<T, W>>& weights, const std::vector<Te
   }
 }
 
-// Calls run(T*, W*), as dispatch_stack does, in fp64 too.
+// Calls run(T*, W*) like dispatch_stack, but also for fp64.
 template <typename Run>
 void dispatch_wide_stack(at::ScalarType type, const std::vector<StackedLayer>& layers, Run&& run) {
   dispatch(type, [&](auto* pointer) {
@@ -191,7 +191,8 @@ StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& 
   StackGrads found{need_x ? made(x_.sizes(), x_.options()) : at::empty({0}, x_.options()), {}, {}};
   for (size_t l = 0; l < layers.size(); ++l) {
     const WideLayer& layer = layers[l];
-    found.taus.push_back(made({}, wide.dtype(tau_type(stacked[l].tau, x_))));  // zero without temperatures, at no launch of its own
+    // Zero without temperatures, without a launch of its own.
+    found.taus.push_back(made({}, wide.dtype(tau_type(stacked[l].tau, x_))));
     for (const auto* params : {&layer.route, &layer.update}) {
       for (const Tensor& param : *params) {
         if (need_params) found.params.push_back(made(param.sizes(), param.options()));
@@ -287,7 +288,7 @@ std::vector<Tensor> of_copy(TensorList tensors, int64_t copy) {
   return result;
 }
 
-// run(copy, layers) returns a net's results.
+// run(copy, layers) returns the results of a net.
 template <typename Run>
 auto by_copies(int64_t copies, const std::vector<StackedLayer>& layers, int64_t mode, Run run) {
   for (const StackedLayer& layer : layers) check_routing(layer.tau, layer.tau_value, layer.seed, mode, copies);
@@ -308,7 +309,7 @@ auto by_copies(int64_t copies, const std::vector<StackedLayer>& layers, int64_t 
   return nets;
 }
 
-// A result of all nets, with the copies in front.
+// Combines a result of all nets, with the copies in front.
 template <typename Net>
 Tensor together(const std::vector<Net>& nets, Tensor Net::* member) {
   std::vector<Tensor> each;

@@ -153,7 +153,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int m = 0; m < m_count; ++m) {
       const int i = m * n_count + n;
       const C score = own[i], grad = column.soft(score, found) * (grads[i] - mean);
-      // They sum to 0 over m, so scores may be measured from anywhere; from their mean its rounding does not count.
+      // They sum to 0 over m, so any offset may be subtracted from the scores; subtracting their mean keeps its
+      // rounding error out of the result.
       grad_tau -= grad * (score - centre) / column.tau;
       C result = grad / column.tau;
       if (grad_penalty) result += penalty * excess(own_logits[i], threshold);

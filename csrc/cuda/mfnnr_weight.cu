@@ -1,5 +1,6 @@
-// Gradients of weights and biases of many linear layers in one launch: a block has a tile of one weight and walks the
-// whole batch, so that no sum is shared by blocks. Blocks after those add up the gradients of temperatures. See mfnnr.cuh.
+// Gradients of weights and biases of many linear layers in one launch: a block has a tile of one weight and walks
+// through the whole batch, so that no sum is shared between blocks. Further blocks add up the gradients of
+// temperatures. See mfnnr.cuh.
 #include "mfnnr.cuh"
 
 namespace fastmod::cuda {

@@ -1,5 +1,5 @@
-// Tensors of T or, under autocast, of fp32 that counts as rounded to T. Kernels are compiled for both: those without
-// kMixed have plain pointers and pay nothing for it.
+// Tensors of T or, under autocast, of fp32 that is treated as rounded to T. Kernels are compiled for both cases:
+// without kMixed they have plain pointers and no overhead.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@ namespace fastmod::cuda {
 template <bool kMixed, typename T>
 using Operand = std::conditional_t<kMixed, Mixed<T>, T*>;
 
-// As a kernel with or without kMixed takes it.
+// The form in which a kernel with or without kMixed takes a tensor.
 template <bool kMixed, typename T>
 __host__ __device__ inline Operand<kMixed, T> operand(const Mixed<T>& tensor) {
   if constexpr (kMixed) {
@@ -20,7 +20,7 @@ __host__ __device__ inline Operand<kMixed, T> operand(const Mixed<T>& tensor) {
     return tensor.narrow;
   }
 }
-// Calls run(std::bool_constant): whether any of them is fp32 beside T.
+// Calls run(std::bool_constant), which tells whether any of the tensors is fp32 instead of T.
 template <typename T, typename Run, typename... Tensors>
 cudaError_t with_mixed(Run run, const Tensors&... tensors) {
   if constexpr (sizeof(T) == 2) {
@@ -39,7 +39,7 @@ __host__ __device__ inline Mixed<T>& operator+=(Mixed<T>& tensor, int64_t step) 
   return tensor = tensor + step;
 }
 
-// Whether there is such a tensor.
+// Whether the tensor is given.
 template <typename T>
 __host__ __device__ inline bool given(const T* tensor) {
   return tensor != nullptr;
@@ -49,7 +49,7 @@ __host__ __device__ inline bool given(const Mixed<T>& tensor) {
   return tensor.narrow != nullptr || tensor.wide != nullptr;
 }
 
-// One of two, member by member: chosen by its address it would have to lie in memory.
+// One of two, chosen member by member: choosing by address would force it into memory.
 template <typename T>
 __device__ inline T* either(bool first, T* one, T* other) {
   return first ? one : other;

@@ -1,11 +1,11 @@
-// Tensor cores and asynchronous copies, each PTX instruction as a function; the host harness has its own (mma_host.h).
+// Tensor cores and asynchronous copies, one function per PTX instruction; the host harness has its own (mma_host.h).
 //
-// Fragments of a product d += a b, for lane 4 g + t of a warp (g = lane / 4, t = lane % 4), two numbers of 16 bits a
-// word:
+// Fragments of a product d += a b for lane 4 g + t of a warp (g = lane / 4, t = lane % 4); a word holds two 16-bit
+// numbers:
 //     d[0], d[1]: row g, columns 2 t and 2 t + 1; d[2], d[3]: row g + 8
 //     tf32, k = 8:     a[0]: row g, k = t; a[1]: row g + 8; a[2], a[3]: the same for k = t + 4; b: of column g
 //     16 bits, k = 16: a[0]: row g, k = 2 t, 2 t + 1; a[1]: row g + 8; a[2], a[3]: k = 2 t + 8, + 9; b: of column g
-// Which number is called k is free as long as a and b agree: kernels deal channels out so that a lane's are neighbours.
+// The order of k is free as long as a and b agree: kernels assign channels so that those of a lane are neighbours.
 #pragma once
 
 #include <type_traits>
@@ -88,7 +88,8 @@ __device__ inline uint32_t tf32_bits(float value) {
 }
 
 #if __CUDA_ARCH__ < 800
-// Before sm_80 there is neither tf32 nor bf16: the same product by shuffles, slow and right. Halves is 1 or 2 a word.
+// Before sm_80 there is neither tf32 nor bf16: the same product by shuffles, slow but correct. kHalves: numbers per
+// word.
 template <int kHalves, typename Widen>
 __device__ inline void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Widen widened) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
@@ -112,7 +113,7 @@ __device__ inline void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], ui
 }
 #endif
 
-// The first argument says what the words hold.
+// The type of the first argument says what the words hold.
 __device__ inline void mma(float*, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
@@ -148,7 +149,7 @@ __device__ inline void mma(__nv_bfloat16*, float (&d)[4], const uint32_t (&a)[4]
 #endif
 }
 
-// d = a b, without clearing d first.
+// d = a b; d need not be cleared first.
 template <typename T>
 __device__ inline void mma_from_zero(T* type, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
@@ -176,8 +177,8 @@ __device__ inline void mma_from_zero(T* type, float (&d)[4], const uint32_t (&a)
 #endif
 }
 
-// Four 8x8 matrices of 16 bits: lane i gives the address of row i % 8 of matrix i / 8 and gets of each the numbers
-// (row 2 t, column g) and (row 2 t + 1, column g).
+// Four 8x8 matrices of 16-bit numbers: lane i passes the address of row i % 8 of matrix i / 8 and gets (row 2 t,
+// column g) and (row 2 t + 1, column g) of each.
 __device__ inline void ldmatrix_transposed(uint32_t (&result)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
@@ -185,13 +186,13 @@ __device__ inline void ldmatrix_transposed(uint32_t (&result)[4], const void* ro
                : "memory");
 }
 
-// What instructions want, and what is cheap to reckon with.
+// The 32-bit addresses that instructions take; cheaper to compute with than pointers.
 using SharedAddress = uint32_t;
 __device__ inline SharedAddress shared_address(void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
-// kBytes (4, 8 or 16) from global to shared memory, or zeros if `size` is 0 in place of kBytes; `global` is a valid
-// address either way. There after this thread has waited, for others after a barrier on top.
+// Copies kBytes (4, 8 or 16) from global to shared memory, or zeros if `size` is 0 instead of kBytes; `global` must be
+// a valid address either way. Visible after this thread has waited, to others after an additional barrier.
 template <int kBytes>
 __device__ inline void copy_async_to(SharedAddress shared, const void* global, int size) {
 #if __CUDA_ARCH__ >= 800
@@ -216,7 +217,7 @@ __device__ inline void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Until at most kGroups groups of this thread's copies are under way.
+// Waits until at most kGroups groups of this thread's copies are in flight.
 template <int kGroups>
 __device__ inline void wait_copies() {
 #if __CUDA_ARCH__ >= 800
@@ -242,7 +243,7 @@ __device__ inline uint32_t half_word(float low, float high, __nv_bfloat16*) {
 #endif
 }
 
-// value - high, bits of both in registers that need no conversion, or the difference as a number.
+// value - high. Asm mixes words and floats in registers without conversions; this returns a word, rest_of a float.
 __device__ inline uint32_t tf32_rest(float value, uint32_t high) {
 #if defined(__CUDA_ARCH__)
   uint32_t rest;
@@ -282,19 +283,19 @@ __device__ inline float rest_of(float value, uint32_t high) {
 #endif
 }
 
-// Tensor cores cut sums off where an adder would round them: each product costs half a unit of the last place, on average
-// this part of the sum, which can be given back. What is left is as good as rounding.
+// Tensor cores truncate sums where an adder would round them. Each product loses half a unit in the last place, which
+// on average is this fraction of the sum and can be compensated for. The remaining error is as small as from rounding.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr float kCutOff = 0.0f;  // sums of mma_by_shuffles are rounded
 #else
 constexpr float kCutOff = 0.72f / 16777216.0f;
 #endif
-constexpr int kExactDepth = 4;  // sums of so few products lose nothing, or nearly so
+constexpr int kExactDepth = 4;  // sums of so few products lose next to nothing
 
-// value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them, without that of the low
-// parts, make one of fp32. What is not finite is a low part alone: it meets the other factor's high part and nothing
-// else, while as a high part it would meet the low part too, which may be zero or of the other sign. Unless `precise`,
-// low is not read. `grown`: what low is more than value by, of value.
+// value = high + low, two tf32 numbers, up to an error of 2^-22: three products of them (all but low times low) make
+// one of fp32. A value that is not finite becomes a low part alone. Then it is multiplied only by the other factor's
+// high part; a high part would be multiplied by the low part too, which may be zero or have the other sign. Unless
+// `precise`, low is not read. `grown`: the fraction of value that is added to low.
 __device__ inline void split_tf32(float value, bool precise, uint32_t* high, uint32_t* low, float grown = 0.0f) {
   *high = tf32_bits(value);
   const float rest = grown * value + (value - __uint_as_float(*high));
@@ -305,7 +306,7 @@ __device__ inline void split_tf32(float value, bool precise, uint32_t* high, uin
   }
 }
 
-// Four at once; whether all are finite, as nearly always.
+// Four at once; returns whether all are finite, which is nearly always so.
 __device__ inline bool split_tf32(const float (&value)[4], bool precise, uint32_t (&high)[4], uint32_t (&low)[4]) {
   float rest[4];
 #pragma unroll

@@ -13,8 +13,8 @@ int64_t bytes_of(const Shape& shape, int64_t rows, int64_t stride) {
   return blocks_bytes<T>(shape, rows) + rows * stride * static_cast<int64_t>(sizeof(Compute<T>));
 }
 
-// out[n, d] = sum over m of weights[m, n] * blocks[m, d]: a thread has kTile outputs of kVector numbers, so that it
-// multiplies every number it reads several times.
+// out[n, d] = sum over m of weights[m, n] * blocks[m, d]. A thread has kTile outputs of kVector numbers, so that it
+// uses every number it reads several times.
 template <int kVector, typename T>
 __device__ void mix_rows(const T* blocks, const Compute<T>* weights, T* out, int rows, const RowPlan& plan) {
   using C = Compute<T>;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   mix_rows<kVector>(held, weights, out + first * places.n * plan.d, rows, plan);
 }
 
-// Of any size.
+// For any size.
 template <typename T, bool kMixed>
 __global__ void __launch_bounds__(kColumnThreads, 2)
     forward_plain_kernel(Operand<kMixed, const T> blocks, Operand<kMixed, const T> logits, T* out,

@@ -2,7 +2,8 @@
 //
 // A column is one (batch row, output) pair; columns are numbered c = b*N + n, so the output of column c is the
 // contiguous range [c*D, (c+1)*D). A block of kColumnThreads threads takes up to kColumns neighbouring columns,
-// whatever batch rows they belong to, and walks M in chunks: any M, N and D work in a fixed amount of shared memory.
+// whichever batch rows they belong to, and walks through M in chunks: any M, N and D fit a fixed amount of shared
+// memory.
 #pragma once
 
 #include <cmath>
@@ -16,9 +17,9 @@ constexpr int kChunk = 32;  // rows of M in shared memory at a time
 constexpr int kColumnThreads = 128;
 static_assert(kColumnThreads % kColumns == 0, "a thread keeps its column while it walks the rows");
 
-// Copies: each has blocks of its own on grid.y, which takes so many at a time.
+// Each copy has its own blocks on grid.y, which is limited to this many.
 constexpr int64_t kCopiesAtOnce = 65535;
-// Launches `launch(first, count)` for all of them.
+// Calls launch(first, count) for all copies, in groups of at most kCopiesAtOnce.
 template <typename Launch>
 cudaError_t by_copies(int64_t copies, Launch launch) {
   cudaError_t error = cudaSuccess;
@@ -38,7 +39,7 @@ __host__ __device__ Routing<C> routing_of(Routing<C> routing, int64_t copy) {
 template <typename C>
 __device__ inline C temperature_of(const Routing<C>& routing) {
   const C tau = routing.tau ? number_at(routing.tau, routing.tau_type) : routing.tau_value;
-  return tau > C(0) ? tau : C(NAN);  // a temperature that nobody could check gives NaN
+  return tau > C(0) ? tau : C(NAN);  // an invalid temperature on the device gives NaN
 }
 template <typename C>
 __device__ inline int64_t seed_of(const Routing<C>& routing) {
@@ -128,7 +129,7 @@ struct ColumnTile {
   __device__ C forward_weight(int64_t m, C score) const { return mode == kSoftmax ? soft(score) : hard(m); }
 };
 
-// In four sums, because roundings pile up with the length of a sum.
+// In four sums, as rounding errors accumulate with the length of a sum.
 template <typename T>
 __device__ inline Compute<T> dot(const T* a, const T* b, int64_t count) {
   Compute<T> sums[4] = {0, 0, 0, 0};

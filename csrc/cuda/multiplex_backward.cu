@@ -11,9 +11,9 @@ namespace {
 
 constexpr int kPlainThreads = 256;
 constexpr int64_t kPlainBlocks = 1024;  // at most
-constexpr int kSide = 4;                // a thread has kSide x kSide sums of dw
+constexpr int kSide = 4;                // a thread has kSide x kSide entries of dw
 
-// Where things lie in shared memory, after the gradient: blocks, scores, weights, gradients of weights.
+// Offsets in shared memory, after the gradient: blocks, scores, weights, gradients of weights.
 struct Offsets {
   int blocks, scores, weights, grads, bytes;
 };
@@ -47,7 +47,7 @@ struct Gradients {
   Compute<T>* scratch;
   unsigned* tickets;
 
-  // The same of a copy of such a shape, which has so many blocks; scratch: of each copy.
+  // Moves all pointers to a copy; scratch_each, tickets_each: per copy.
   __host__ __device__ void move_to(int64_t copy, const Shape& shape, int64_t scratch_each, int64_t tickets_each) {
     const int64_t rows = copy * shape.batch, of_rows = rows * shape.m * shape.d;
     grad += rows * shape.n * shape.d;
@@ -62,7 +62,8 @@ struct Gradients {
   }
 };
 
-// Of columns in [row][m][pitch]: dw -> dlogits, soft weights -> those of the forward. Returns a thread's share of dtau.
+// For columns in [row][m][pitch]: dw -> dlogits, soft weights -> those of the forward. Returns a thread's share of
+// dtau.
 template <int kCount, typename C, typename Index>
 __device__ C grad_columns(const C* scores, C* weights, C* grads, int mode, C tau, Index rows,
                           const Places<Index>& places) {
@@ -88,8 +89,8 @@ __device__ C grad_columns(const C* scores, C* weights, C* grads, int mode, C tau
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         const C grad_score = w.v[k] * (dw.v[k] - mean[k]);
-        // They sum to 0 over m, so z may be measured from anywhere; from its own mean a rounding of `mean` does not
-        // count.
+        // They sum to 0 over m, so any offset may be subtracted from z; subtracting its mean keeps the rounding error
+        // of `mean` out of the result.
         sums[k] -= grad_score * (z.v[k] - centre[k]) / tau;
         dw.v[k] = grad_score / tau;
       }
@@ -129,7 +130,8 @@ __device__ void write_grads(const Gradients<T, kMixed>& p, const Logits<T, kMixe
   });
 }
 
-// Adds up what the blocks found for tau, in a fixed order; zero where nobody asked for it. partials: one a block.
+// Adds up the blocks' partial sums for tau in a fixed order; writes zero if it was not asked for. partials: one per
+// block.
 template <typename T, bool kMixed>
 __device__ void finish_tau(const Gradients<T, kMixed>& p, Compute<T> own, Compute<T>* partials) {
   using C = Compute<T>;
@@ -145,15 +147,15 @@ __device__ void finish_tau(const Gradients<T, kMixed>& p, Compute<T> own, Comput
          i += blockDim.x * static_cast<int64_t>(step)) {
       sum += fresh(partials + i);
     }
-    __syncthreads();  // the sum before has been read
+    __syncthreads();  // the previous sum has been read
     sum = block_sum(sum);
     if (threadIdx.x == 0) put_number(sum, last ? p.of_tau : partials + first, last ? p.routing.tau_type : kWideNumber);
   };
   reduce_in_order<kGroup>(p.tickets, blockIdx.x, gridDim.x, reduce);
 }
 
-// dw of rows in shared memory: kSide x kSide of them a thread. 2^log_slices lanes share the depth and add up by
-// shuffles, so that sums are short, which keeps roundings small.
+// dw of rows in shared memory: kSide x kSide entries per thread. 2^log_slices lanes share the depth and add up by
+// shuffles: short sums keep rounding errors small.
 template <int kVector, typename T>
 __device__ void weight_gradients(const T* grad, const T* blocks, Compute<T>* grads, int rows, const RowPlan& plan,
                                  int log_slices) {
@@ -170,7 +172,7 @@ __device__ void weight_gradients(const T* grad, const T* blocks, Compute<T>* gra
     const T* x[kSide];
     const T* g[kSide];
 #pragma unroll
-    for (int j = 0; j < kSide; ++j) {  // beyond the edges the last one once more, which nobody writes
+    for (int j = 0; j < kSide; ++j) {  // beyond the edges the last one again, whose result is not stored
       x[j] = blocks + (row * places.m + (m0 + j < places.m ? m0 + j : places.m - 1)) * plan.d;
       g[j] = grad + (row * places.n + (n0 + j < places.n ? n0 + j : places.n - 1)) * plan.d;
     }
@@ -214,7 +216,7 @@ __device__ void weight_gradients(const T* grad, const T* blocks, Compute<T>* gra
   }
 }
 
-// dblocks[m, d] = sum over n of weights[m, n] * grad[n, d]: a thread has kTile blocks of kVector numbers.
+// dblocks[m, d] = sum over n of weights[m, n] * grad[n, d]. A thread has kTile blocks of kVector numbers.
 template <int kVector, typename T, typename To>
 __device__ void spread_rows(const T* grad, const Compute<T>* weights, const To& to_blocks, int rows,
                             const RowPlan& plan) {
@@ -232,7 +234,7 @@ __device__ void spread_rows(const T* grad, const Compute<T>* weights, const To& 
 #pragma unroll
     for (int j = 0; j < kTile; ++j) line[j] = (m0 + j < places.m ? m0 + j : places.m - 1) * places.pitch;
     C sums[kTile][kVector] = {};
-    // Four of n at a time where they are there: the pitch is a multiple of four.
+    // Four n at a time as long as there are four: the pitch is a multiple of four.
     int n = 0;
 #pragma unroll 1
     for (; n + 4 <= places.n; n += 4) {
@@ -307,7 +309,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   finish_tau(p, grad_tau, p.scratch);
 }
 
-// Of any size: a block takes one batch row after another, and what does not fit into shared memory is scratch.
+// For any size: a block takes one batch row after another, and scratch memory replaces shared memory.
 template <typename T, bool kMixed>
 __global__ void __launch_bounds__(kPlainThreads, 2)
     backward_plain_kernel(const __grid_constant__ Gradients<T, kMixed> p, const __grid_constant__ Shape shape,
@@ -315,7 +317,7 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
   using C = Compute<T>;
   const int64_t m = shape.m, n = shape.n, d = shape.d, each = m * n;
   const Places<int64_t> places{m, n, n, each};
-  C* scores = p.scratch + blockIdx.x * 3 * each;  // by fours where n is: aligned
+  C* scores = p.scratch + blockIdx.x * 3 * each;  // a multiple of four if n is one, for alignment
   C* weights = scores + each;
   C* grads = weights + each;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -323,11 +325,11 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
   C grad_tau = 0;
   for (int64_t b = blockIdx.x; b < shape.batch; b += gridDim.x) {
     const Logits<T, kMixed> own{p.logits, vector_logits, b * each, vector_grads};
-    __syncthreads();  // what the row before left has been read
+    __syncthreads();  // results of the previous row have been read
     own.load_scores(p.routing, tau, each, places, scores);
     __syncthreads();
     soft_columns<1>(scores, weights, int64_t(1), places);
-    // dw: a warp has a block and kSide outputs, its lanes share the depth.
+    // dw: a warp takes a block and kSide outputs; its lanes share the depth.
     const auto x = p.blocks + b * m * d;
     const T* g = p.grad + b * n * d;
     const int64_t tiles = (n + kSide - 1) / kSide;
@@ -364,7 +366,7 @@ cudaError_t launch_backward(const Gradients<T, kMixed>& p, RowPlan plan, const S
   plan.align(shape, kVector, packs<4>(p.logits), packs<4>(p.of_logits));
   Offsets offsets;
   bytes_of<T>(shape, plan.rows, plan.places.stride, &offsets);
-  // Sums of at most 32 terms, or of 16 where threads would be idle.
+  // Sums of at most 32 terms, or of 16 if threads would be idle otherwise.
   const int64_t tiles = plan.rows * ((shape.m + kSide - 1) / kSide) * ((shape.n + kSide - 1) / kSide);
   int log_slices = 0;
   const auto longer = [&](int64_t terms) { return shape.d > terms << log_slices; };
@@ -408,7 +410,7 @@ template <typename T>
 Scratch multiplex_backward_scratch(Shape shape, bool learned) {
   const RowPlan plan = plan_of<T>(shape);
   const int64_t blocks = plan.fits ? (shape.batch + plan.rows - 1) / plan.rows : plain_blocks(shape);
-  // Copies that do not fit take turns.
+  // Copies that do not fit into shared memory run one after the other.
   return {(learned ? blocks * (plan.fits ? shape.copies : 1) : 0) + (plan.fits ? 0 : blocks * 3 * shape.m * shape.n),
           learned ? reduce_tickets<kGroup>(blocks) * (plan.fits ? shape.copies : 1) : 0};
 }

@@ -1,9 +1,10 @@
 // Whole batch rows of multiplex, for multiplex.cu and multiplex_backward.cu.
 //
-// What a block needs of a tensor are a few batch rows, contiguous in memory: they come into shared memory 16 bytes at a
-// time, however short a row is. Scores become weights there once, and threads then multiply tiles of both in registers.
-// Weights and all that goes with them are [row][m][pitch], pitch at least n, rows `stride` apart. The passes over them
-// take an Index: int in shared memory, int64_t where they lie in global memory as too large for it.
+// A block needs a few batch rows of each tensor, which are contiguous in memory: they are loaded into shared memory 16
+// bytes at a time, however short a row is. There scores become weights once, and threads then multiply tiles of both in
+// registers. Weights and everything shaped like them are [row][m][pitch], with pitch at least n and rows `stride`
+// apart. The passes over them take an Index type: int in shared memory, int64_t if they are too large for it and stay
+// in global memory.
 #pragma once
 
 #include "multiplex.cuh"
@@ -14,7 +15,7 @@ namespace fastmod::cuda {
 constexpr int kRowThreads = 128;  // at most
 constexpr int kLine = 128;        // bytes
 
-// Neighbours that move together, 16 bytes at most at a time.
+// Neighbours that are moved at once: at most 16 bytes.
 template <int kCount, typename T>
 struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Pack {
   T v[kCount];
@@ -37,7 +38,7 @@ bool packs(const Mixed<T>& tensor) {
   return tensor.wide ? packs<kCount>(tensor.wide) : packs<kCount>(tensor.narrow);
 }
 
-// Elements a thread reads at once along d, and of how many outputs it keeps sums of so many.
+// How many outputs a thread keeps sums for, if it reads `vector` elements at once along d.
 __host__ __device__ constexpr int tile_of(int vector) { return vector == 4 ? 4 : 8; }
 
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
@@ -46,8 +47,9 @@ int64_t span_bytes(int64_t count) {
   return round_up(count * static_cast<int64_t>(sizeof(T)), 16) + kLine;
 }
 
-// `count` elements into `memory`, asynchronously, at the same place within a line as in global memory: no load of a
-// warp touches more than four lines. Returns where the first will be. Nothing need be aligned to more than itself.
+// Copies `count` elements into `memory` asynchronously, at the same offset within a line as in global memory, so that
+// no load of a warp touches more than four lines. Returns where the first will be. No alignment beyond that of an
+// element is needed.
 template <typename T>
 __device__ inline const T* copy_span(const T* from, int count, unsigned char* memory) {
   constexpr int kEach = 16 / sizeof(T);
@@ -68,7 +70,7 @@ __device__ inline const T* copy_span(const T* from, int count, unsigned char* me
   return to;
 }
 
-// The same of T rounded from fp32, which passes through registers; all else is as if it had been cast before.
+// The same for T rounded from fp32, which goes through registers; otherwise as if it had been cast before.
 template <typename T>
 __device__ inline const T* copy_span(const Mixed<const T>& tensor, int count, unsigned char* memory) {
   if (!tensor.wide) return copy_span(tensor.narrow, count, memory);
@@ -93,7 +95,7 @@ __device__ inline const T* copy_span(const Mixed<const T>& tensor, int count, un
   return to;
 }
 
-// Four in the compute dtype, from where they lie side by side.
+// Four neighbours in the compute dtype.
 template <typename T>
 __device__ inline Pack<4, Compute<T>> wide_four(const T* from) {
   const auto read = read_pack<4>(from);
@@ -137,8 +139,8 @@ __device__ inline Index quotient_of(Index a, Index b) {  // a / b for a, b >= 0
 
 __device__ inline int round_to_warps(int count) { return (count + kWarp - 1) / kWarp * kWarp; }
 
-// A walk over elements first .. first + count - 1 of [.., m, n] by fours that begin where those of noise do:
-// visit(place `at` of the first of them, from `first` on, whether all four are there). Loads begin at a line.
+// A walk over elements first .. first + count - 1 of [.., m, n] in fours, aligned like those of the noise:
+// visit(index of the first of the four relative to `first`, whether all four exist). Loads begin at a line.
 template <typename Index, typename Visit>
 __device__ inline void by_fours(int64_t first, Index count, Visit visit) {
   const Index lead = static_cast<Index>(first % kWarp);
@@ -147,12 +149,12 @@ __device__ inline void by_fours(int64_t first, Index count, Visit visit) {
     if (at > -4) visit(at, at >= 0 && at + 4 <= count);
   }
 }
-// Where weights lie.
+// The layout of weights.
 template <typename Index>
 struct Places {
   Index m, n, pitch, stride;
 
-  // Calls use(j, place) for those of four elements of [rows, m, n] that are among the first `count`.
+  // Calls use(j, place) for those of four elements of [rows, m, n] that exist (are below `count`).
   template <typename Use>
   __device__ void each_of_four(Index at, Index count, Use use) const {
     Index line = at < 0 ? 0 : quotient_of(at, n), column = at - line * n;
@@ -166,18 +168,18 @@ struct Places {
       }
     }
   }
-  // Whether four elements from a multiple of four on are neighbours here as well.
+  // Whether four elements starting at a multiple of four are neighbours in this layout as well.
   __device__ bool by_fours() const { return pitch == n && n % 4 == 0; }
   __device__ Index of_four(Index at) const { return at + quotient_of(at, m * n) * (stride - m * n); }
 };
 
-// What a kernel that takes whole rows knows of its logits.
+// The logits of a kernel that takes whole rows.
 template <typename T, bool kMixed>
 struct Logits {
   Operand<kMixed, const T> logits;
-  bool vector;  // by fours
-  int64_t first;  // index of the block's first
-  bool vector_grads = false;  // their gradients by fours
+  bool vector;  // read in fours
+  int64_t first;  // index of the block's first logit
+  bool vector_grads = false;  // gradients written in fours
 
   template <typename Index>
   __device__ void read(Index at, bool whole, Index count, Pack<4, Compute<T>>& four) const {
@@ -190,7 +192,7 @@ struct Logits {
     }
   }
 
-  // scores = (logits + noise) / tau, one call of Philox for four.
+  // scores = (logits + noise) / tau, with one Philox call for four.
   template <bool kNoise, typename Index>
   __device__ void load(Compute<T> tau, int64_t seed, Index count, const Places<Index>& places,
                        Compute<T>* scores) const {
@@ -237,24 +239,24 @@ struct Logits {
   }
 };
 
-// How a launch deals rows out to blocks, and where things lie in their shared memory. Rows a block and blocks follow
-// from sizes alone, the rest from how pointers are aligned too.
+// How a launch distributes rows over blocks, and the layout of their shared memory. The number of blocks and of rows
+// per block follows from sizes alone, the rest also from the alignment of pointers.
 struct RowPlan {
-  int rows, threads;  // of a block
+  int rows, threads;  // per block
   int d;
   Places<int> places;
   bool vector_logits, vector_grads;
   bool fits;  // whether shared memory has room for one row
 
-  // Rows an odd number of 16 bytes apart (with 4-byte numbers) are in other banks.
+  // Rows are an odd number of 16 bytes apart (with 4-byte numbers), so that they use different banks.
   static int64_t stride_of(const Shape& shape, int64_t pitch) { return (shape.m * pitch / 4 | 1) * 4; }
 
-  // `bytes(rows, stride)`: shared memory. `tiled`: of n or m, in which a thread takes several.
+  // bytes(rows, stride): shared memory. tiled: n or m, whichever a thread takes several of.
   template <typename Bytes>
   RowPlan(const Shape& shape, int64_t tiled, int64_t most_bytes, Bytes bytes) {
-    constexpr int64_t kBlocks = 256;       // wanted before they grow
-    constexpr int64_t kUsual = 24 * 1024;  // bytes, unless a row takes more
-    constexpr int64_t kItems = 2;          // of a thread, which does some things once for all; more in a large batch
+    constexpr int64_t kBlocks = 256;       // at least, before blocks get more rows
+    constexpr int64_t kUsual = 24 * 1024;  // bytes per block, unless a row takes more
+    constexpr int64_t kItems = 2;          // per thread, as some work is shared by items; more in a large batch
     const int vector = shape.d % 4 == 0 ? 4 : shape.d % 2 == 0 ? 2 : 1;
     const int64_t items = (tiled + tile_of(vector) - 1) / tile_of(vector) * (shape.d / vector);
     const auto room = [&](int64_t count) { return bytes(count, stride_of(shape, round_up(shape.n, 8))); };
@@ -273,7 +275,7 @@ struct RowPlan {
     threads = static_cast<int>(wanted < kRowThreads ? wanted : kRowThreads);
     d = static_cast<int>(shape.d);
   }
-  // Of several copies, those after the first are aligned as well only if each has a multiple of four logits.
+  // With several copies, those after the first are aligned only if each has a multiple of four logits.
   void align(const Shape& shape, int vector, bool logits, bool grads = false) {
     const bool apart = shape.copies == 1 || shape.batch * shape.m * shape.n % 4 == 0;
     const int64_t pitch = round_up(shape.n, tile_of(vector));
@@ -284,7 +286,7 @@ struct RowPlan {
   }
 };
 
-// visit(place of the first of kCount columns, first column) for all columns of `rows` batch rows.
+// Calls visit(place of the first of kCount columns, first column) for all columns of `rows` batch rows.
 template <int kCount, typename Index, typename Visit>
 __device__ inline void each_column(Index rows, const Places<Index>& places, Visit visit) {
   const Index groups = quotient_of<Index>(places.n + kCount - 1, kCount);
@@ -298,7 +300,7 @@ __device__ inline void each_column(Index rows, const Places<Index>& places, Visi
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline double larger(double a, double b) { return fmax(a, b); }
 
-// use(i) for i < count, four at a time and the rest without a loop.
+// Calls use(i) for i < count, four at a time and the rest without a loop.
 template <typename Index, typename Use>
 __device__ inline void in_order(Index count, Use use) {
   Index i = 0;
@@ -308,7 +310,7 @@ __device__ inline void in_order(Index count, Use use) {
   if (count & 1) use(i);
 }
 
-// Softmax over m, in place or not. A column with a NaN or +inf, or of nothing but -inf, comes out as NaN: its sum is.
+// Softmax over m, in place or not. A column with a NaN or +inf, or with only -inf, becomes NaN, as its sum is NaN.
 template <int kCount, typename C, typename Index>
 __device__ inline void soft_columns(const C* scores, C* weights, Index rows, const Places<Index>& places) {
   const Index m = places.m, pitch = places.pitch;
@@ -343,7 +345,7 @@ __device__ inline void soft_columns(const C* scores, C* weights, Index rows, con
   });
 }
 
-// Of one column: one-hot at the first maximum, or NaN throughout where the softmax is. In place or not.
+// One column: one-hot at the first maximum, or all NaN if the softmax is NaN. In place or not.
 template <typename C, typename Index>
 __device__ inline void hard_column(const C* scores, C* weights, Index m, Index pitch) {
   C best = -C(INFINITY);

@@ -1,20 +1,20 @@
-// norm_conv on tensor cores: implicit matrix products of pixels by channels; depthwise and fp64 go to
-// norm_conv_plain.cu, which hands depthwise 3x3 on to norm_conv_depthwise.cu.
+// norm_conv on tensor cores: implicit matrix products of pixels and channels. Depthwise convolutions and fp64 are in
+// norm_conv_plain.cu, which leaves depthwise 3x3 to norm_conv_depthwise.cu.
 //
-// Forward and the gradient of the input are one product. A block takes a tile of result pixels and up to 32 result
-// channels of one expert and walks through the channels that are read, a chunk at a time. Of each chunk the pixels
-// that the tile reads, border included, and the weights come into shared memory as they are (cp.async, while the chunk
-// before is multiplied). From there they are packed once: scaled, shifted, rectified, gated, and laid out as the
-// tensor cores want them, fp32 as two tf32 numbers each. The taps of the filter then only differ in where they begin
-// to read.
+// The forward and the gradient of the input are the same product. A block takes a tile of result pixels and up to 32
+// result channels of one expert and walks through the channels that are read, a chunk at a time. For each chunk, the
+// pixels that the tile reads (with its border) and the weights are copied unchanged into shared memory (cp.async, while
+// the previous chunk is multiplied). From there they are packed once: scaled, shifted, rectified, gated, and arranged
+// in the layout of the tensor cores, fp32 as two tf32 numbers each. The taps of the filter then differ only in where
+// they start to read.
 //
-// Where there are more channels, and blocks enough all the same, a block has twice the warps and 64 result channels:
-// pixels are read, and packed, once for them.
+// If there are more channels and still enough blocks, a block has twice the warps and 64 result channels: pixels are
+// then read and packed only once for them.
 //
-// Several convolutions that do not wait for one another share a launch (conv_group.cuh).
+// Several independent convolutions share a launch (conv_group.cuh).
 //
-// Tensor cores round towards zero when they add up. Sums of fp32 are therefore short ones, added by ordinary additions;
-// the products with low parts, which are 2^11 times smaller, have sums of their own.
+// Tensor cores round towards zero when they accumulate. fp32 sums are therefore short, and ordinary additions combine
+// them; the products with low parts, which are 2^11 times smaller, have their own sums.
 #include "conv_group.cuh"
 #include "conv_product.cuh"
 
@@ -27,13 +27,13 @@ __host__ __device__ inline bool narrow_columns(const ConvShape& shape, bool back
   return backward ? shape.shared || shape.in <= 16 : shape.out <= 16;
 }
 
-// Whether 64 columns a block leave few of them empty. Of an x of all experts the sums over them lie in shared memory.
+// Whether blocks of 64 columns leave few of them empty. If experts share x, the sums over them are in shared memory.
 bool wide_columns(const ConvShape& shape, bool backward) {
   const int columns = backward ? shape.in : shape.out, rest = columns % 64;
   return columns > 32 && (rest == 0 || rest > 32) && !(backward && shape.shared);
 }
-constexpr int kOwnShared = 4096;        // what kernels declare themselves
-constexpr int64_t kEnoughBlocks = 96;  // for a GPU; fewer of twice the size would leave more of it idle
+constexpr int kOwnShared = 4096;       // what kernels declare statically
+constexpr int64_t kEnoughBlocks = 96;  // for a GPU; fewer blocks of twice the size would leave more of it idle
 
 template <typename Own, typename T>
 __host__ __device__ inline typename Own::Layout layout_of(const Problem<T>& p) {
@@ -41,7 +41,7 @@ __host__ __device__ inline typename Own::Layout layout_of(const Problem<T>& p) {
   return {p.tiling, p.chunk, p.shape.kernel, both, Own::kBackwards && p.shape.shared};
 }
 
-// Pixels of a tile that are inside. Forward only: one class.
+// How many pixels of a tile are inside. Forward only, where there is one class.
 __device__ inline int pixels_inside(const Tiling& t, const Place& place, int64_t batch, int high, int wide) {
   const int64_t images = batch - place.b;
   return (images < (1 << t.log_b) ? static_cast<int>(images) : 1 << t.log_b) * at_most(high - place.y, 1 << t.log_h) *
@@ -150,8 +150,8 @@ __device__ void forward(const ForwardTask<T>& task, const Block& block, unsigned
   });
 }
 
-// run(tiles of 16 pixels a warp, tiles of 8 columns) of a convolution.
-#pragma nv_exec_check_disable  // run is of the side that calls
+// Calls run(tiles of 16 pixels per warp, tiles of 8 columns) for a convolution.
+#pragma nv_exec_check_disable  // run is host or device code, like the caller
 template <int kSides, typename Run>
 __host__ __device__ auto by_form(const ConvShape& shape, bool backward, Run run) {
   using One = std::integral_constant<int, 1>;
@@ -170,7 +170,7 @@ __host__ __device__ auto by_form(const ConvShape& shape, bool backward, Run run)
   return run(Two{}, Four{});
 }
 
-// Of shared memory; for by_form.
+// Bytes of shared memory; for by_form.
 template <typename T, bool kBackward, int kSides>
 struct Bytes {
   const Problem<T>& p;
@@ -234,7 +234,7 @@ __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsi
   const int channel = column0 + column, spread = t.classes == 4 ? 2 : 1, per_image = t.across * t.down * t.classes;
   const bool there = channel < shape.in;
   const int64_t each = static_cast<int64_t>(block.across) * shape.in, all = shape.experts * each;
-  const int64_t gates = shape.batch * per_image * shape.in;  // of an expert
+  const int64_t gates = shape.batch * per_image * shape.in;  // per expert
   const bool backward_affine = task.grad_scale != nullptr, backward_gate = task.grad_gate != nullptr;
   float* partials = task.partials;
   constexpr int kFours = kColumns / 4;
@@ -334,7 +334,7 @@ __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsi
                             channel, sums);
   }
   if (!backward_gate) return;
-  // The last of an image's blocks finishes its gates.
+  // The last block of an image finishes its gates.
   unsigned* ticket = task.tickets + affine_tickets(block.across, block.down, shape.experts);
   const int64_t images = quotient(block.x, per_image);
   if (!last_to_arrive(ticket + (images * block.deep + block.z) * block.down + block.y, per_image)) return;
@@ -401,12 +401,12 @@ Scratch norm_conv_backward_x_scratch(ConvShape shape) {
   if (!on_tensor_cores<T>(shape)) return plain::backward_x_scratch<T>(shape);
   const Tiling tiling = product_tiling(shape, true);
   const int columns = column_blocks(shape, true);
-  const int64_t images = tiling.tiles / tiling.per_image();  // or groups of them
+  const int64_t images = tiling.tiles / tiling.per_image();  // or groups of images
   return {(2 * tiling.tiles + shape.batch * tiling.per_image()) * shape.experts * shape.in,
           affine_tickets(tiling.tiles, columns, shape.experts) + images * shape.experts * columns};
 }
 
-// What a launch of blocks of kSides is given.
+// The argument of a launch with blocks of kSides sides.
 template <typename T, int kSides>
 Grouped<ForwardTask<T>> grouped(const ConvForward<T>* convs, int size, bool allow_tf32) {
   Grouped<ForwardTask<T>> group;
@@ -445,7 +445,7 @@ Grouped<BackwardTask<T>> grouped(const ConvBackwardX<T>* convs, int size, bool a
   return group;
 }
 
-// Two sides read the pixels once for 64 columns, where that leaves enough blocks.
+// Two sides read the pixels once for 64 columns, if that leaves enough blocks.
 template <typename Conv>
 bool on_two_sides(const Conv* convs, int size, bool backward) {
   bool wide = true;

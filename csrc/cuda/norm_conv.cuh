@@ -1,11 +1,11 @@
-// What the convolutions on tensor cores (norm_conv.cu) and the plain ones (norm_conv_plain.cu) share.
+// Shared by the convolutions on tensor cores (norm_conv.cu) and the plain ones (norm_conv_plain.cu).
 #pragma once
 
 #include "reduce.cuh"
 
 namespace fastmod::cuda {
 
-// As T would hold it.
+// Rounded to T.
 template <typename T>
 __device__ inline Compute<T> rounded(Compute<T> value) {
   T held;
@@ -13,7 +13,7 @@ __device__ inline Compute<T> rounded(Compute<T> value) {
   return widen(held);
 }
 
-// Scale, shift and gate of one channel; ones and zeros where there are none.
+// Scale, shift and gate of one channel; ones and zeros if there are none.
 template <typename C>
 struct Affine {
   C scale = 1, shift = 0;
@@ -34,7 +34,7 @@ __device__ inline Compute<T> gate_of(const ConvInput<T>& input, const ConvShape&
   return input.gate ? widen(input.gate[(b * shape.experts + expert) * shape.in + channel]) : Compute<T>(1);
 }
 
-// What is added to the gradient of y for its mean and variance: offset + slope * (y - mean).
+// What mean and variance add to the gradient of y: offset + slope * (y - mean).
 template <typename C>
 struct StatisticsGrad {
   C offset = 0, slope = 0, mean = 0;
@@ -43,7 +43,7 @@ template <typename T>
 __device__ inline StatisticsGrad<Compute<T>> statistics_grad(const ConvGrad<T>& grad, int64_t channel) {
   using C = Compute<T>;
   StatisticsGrad<C> result;
-  if (grad.grad_scale) {  // of a batch norm: scale = weight / sqrt(var + eps), shift = bias - mean * scale
+  if (grad.grad_scale) {  // for a batch norm: scale = weight / sqrt(var + eps), shift = bias - mean * scale
     const C of_shift = grad.grad_shift[channel], whole = grad.grad_scale[channel] - grad.mean[channel] * of_shift;
     const C factor = grad.scale[channel] * grad.per_value;
     return {-factor * of_shift, -factor * whole / (grad.var[channel] + grad.eps), grad.mean[channel]};
@@ -65,13 +65,13 @@ __device__ inline void norm_grads(const ConvGrad<T>& grad, int64_t channel) {
   if (grad.norm_bias) grad.norm_bias[channel] = of_shift;
 }
 
-// Where a block stands among those of its convolution, as blockIdx and gridDim would tell: several convolutions may
+// The position of a block among those of its convolution. It replaces blockIdx and gridDim, as several convolutions may
 // share a launch.
 struct Block {
   unsigned x, y, z, across, down, deep;
 };
 
-// Count, mean and sum of squared deviations, joined by the formula of Chan, Golub and LeVeque: no cancellation.
+// Count, mean and sum of squared deviations, combined by the formula of Chan, Golub and LeVeque, without cancellation.
 template <typename C>
 struct Moments {
   C count = 0, mean = 0, squares = 0;
@@ -89,11 +89,10 @@ struct Moments {
   }
 };
 
-
-// The gradients of scale and shift, from the sums that the blocks along x and z have left for channels of a block
-// along y: partials [2, E, blocks along x, in]. A row of them is the business of one expert's blocks; of all blocks
-// where one row serves all experts, and of the blocks along x, each row in turn, where these take all experts
-// (block.deep is 1). Threads with the same channel, kColumns apart, share the work by way of `sums` [threads].
+// Computes the gradients of scale and shift from the sums that the blocks along x and z have stored for the channels of
+// a block along y: partials [2, E, blocks along x, in]. One expert's blocks sum up a row of them. If one row is for all
+// experts, all blocks sum it up; if blocks take all experts (block.deep is 1), the blocks along x sum up each row in
+// turn. Threads with the same channel, kColumns apart, share the work through `sums` [threads].
 template <int kColumns, typename C>
 __device__ inline void finish_affine(C* partials, C* grad_scale, C* grad_shift, unsigned* tickets,
                                      const ConvShape& shape, int scale_rows, const Block& block, int channel, C* sums) {
@@ -125,7 +124,7 @@ __device__ inline void finish_affine(C* partials, C* grad_scale, C* grad_shift, 
     }
   });
 }
-// For any arrangement of the experts.
+// Enough for any arrangement of the experts.
 __host__ __device__ inline int64_t affine_tickets(int64_t blocks, int64_t across, int experts) {
   return experts * across * reduce_tickets<kGroup>(blocks);
 }
@@ -149,7 +148,7 @@ cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stre
 
 }  // namespace plain
 
-// ---- norm_conv_depthwise.cu: of those, depthwise 3x3 of stride 1, each image of an expert's own
+// ---- norm_conv_depthwise.cu: the same for depthwise 3x3 of stride 1 where experts do not share x
 
 namespace depthwise {
 

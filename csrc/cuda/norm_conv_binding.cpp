@@ -1,5 +1,5 @@
-// norm_conv on CUDA tensors, alone (norm_conv_*) or several with their batch norms at once (norm_convs_*): arguments laid
-// out, outputs allocated, kernels launched and checked.
+// norm_conv on CUDA tensors, alone (norm_conv_*) or several with their batch norms at once (norm_convs_*): arguments
+// brought into layout, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
 #include "../cpu/norm_conv_kernel.h"
 
@@ -20,10 +20,10 @@ ConvShape conv_shape(const Tensor& x, const Tensor& weight, int64_t stride, bool
           depthwise};
 }
 
-// As cuDNN's convolutions are allowed to.
+// Whether tf32 is allowed, as for cuDNN's convolutions.
 bool allow_tf32() { return at::globalContext().allowTF32CuDNN(at::Float32Op::CONV); }
 
-// One convolution, its tensors alive as long as the pointers to them. Undefined for none.
+// One convolution; keeps its tensors alive as long as the pointers to them. Tensors that are not given are undefined.
 struct Conv {
   ConvShape shape;
   Tensor x, weight, scale, shift, gate, bias, residual;
@@ -100,7 +100,7 @@ struct Conv {
   bool needs_norm() const { return of_norm_scale.defined() && (grad_norm_weight.defined() || grad_norm_bias.defined()); }
 };
 
-// Scratch memory of one launch, cut into that of its convolutions: size(conv), then entry(conv, numbers, tickets).
+// Scratch memory of one launch, divided among its convolutions: size(conv), then entry(conv, numbers, tickets).
 template <typename T, typename Size, typename Entry>
 auto with_scratch(const std::vector<const Conv*>& convs, Size size, Entry entry, Workspace* kept) {
   std::vector<Scratch> sizes;
@@ -130,7 +130,7 @@ std::vector<const Conv*> chosen(const std::vector<Conv>& convs, Wanted wanted) {
   return found;
 }
 
-// All of one dtype.
+// All must have one dtype.
 void run_forward(const std::vector<Conv>& convs) {
   dispatch(convs[0].x.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
@@ -150,7 +150,7 @@ void run_forward(const std::vector<Conv>& convs) {
       C10_CUDA_CHECK(cuda::norm_conv_forward<T>(entries.data(), static_cast<int>(entries.size()), allow_tf32(),
                                                 stream()));
     }
-    for (const Conv& c : convs) {  // an empty batch moves no statistics
+    for (const Conv& c : convs) {  // an empty batch does not update statistics
       if (c.shape.batch > 0 || !c.norm_scale.defined()) continue;
       const Tensor weight = dense(c.norm_weight), bias = dense(c.norm_bias);
       C10_CUDA_CHECK(cuda::batch_affine_forward<C>(data<C>(c.mean), data<C>(c.var), data<C>(weight),
@@ -202,7 +202,7 @@ void run_backward(std::vector<Conv>& convs) {
       C10_CUDA_CHECK(cuda::norm_conv_backward_weight<T>(entries.data(), static_cast<int>(entries.size()),
                                                         allow_tf32(), stream()));
     }
-    for (const Conv& c : convs) {  // else written on the way to the weight's
+    for (const Conv& c : convs) {  // else written along with the weight's gradient
       if (!c.needs_norm() || (c.shape.batch > 0 && c.needs_weight())) continue;
       const Tensor weight = dense(c.norm_weight), others = at::empty({4, c.mean.numel()}, c.mean.options());
       const auto either = [&](const Tensor& wanted, int64_t i) {
@@ -234,7 +234,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv_forward(const Tensor& x, const Tens
   return {conv.y, stats ? conv.mean : none, stats ? conv.var : none};
 }
 
-// Gradients that are not needed stay undefined.
+// Leaves gradients that are not needed undefined.
 void allocate_grads(Conv& conv, const Tensor& x, at::ArrayRef<bool> needs) {
   if (needs[0]) conv.grad_x = empty_images(x.sizes(), x.options());
   if (needs[1]) conv.grad_weight = at::empty(conv.weight.sizes(), x.options());
@@ -336,7 +336,7 @@ Results<kMaxConvs * kKept> norm_convs_forward(const OptionalTensors& tensors, at
   TORCH_CHECK_VALUE(convs.size() <= kMaxConvs, "tensors: expected at most ", kMaxConvs, " convolutions");
   const c10::cuda::OptionalCUDAGuard guard(convs[0].x.device());
   size_t next = 0;
-  std::vector<std::pair<Tensor, Tensor>> moved;  // running statistics that had to be copied, and where they belong
+  std::vector<std::pair<Tensor, Tensor>> moved;  // copied running statistics, and the tensors they belong to
   for (size_t i = 0; i < convs.size(); ++i) {
     Conv& conv = convs[i];
     conv.y = blank_images(conv.shape, conv.x);
@@ -421,7 +421,7 @@ std::vector<Tensor> norm_convs_backward(const OptionalTensors& grads, const Opti
       const bool wanted = each.defined() && needs[result.size()] != 0;
       result.push_back(wanted ? each : at::empty({0}, conv.x.options()));
     }
-    // Of parameters in another dtype than the sums.
+    // For parameters in another dtype than the sums.
     for (const size_t at : {first + 7, first + 8}) {
       const OptionalTensor own = at_slot(tensors, static_cast<int64_t>(at));
       if (own && needs[at]) result[at] = result[at].to(own->scalar_type());

@@ -1,10 +1,10 @@
-// norm_conv, depthwise 3x3 of stride 1. Channels have nothing to share and a number meets nine weights only, so that
-// what counts is how numbers come to their products.
+// norm_conv, depthwise 3x3 of stride 1. Channels share nothing, and each number is multiplied by only nine weights, so
+// that the speed depends on how numbers get to their products.
 //
-// A block takes kChannels channels and a tile of pixels of one image, the whole of it where it is small. What the tile
-// reads, borders included, comes into shared memory once, with all that is done to it: scaled, rectified, gated, or of
-// a gradient with those of mean and variance. A thread then takes 2 x 4 pixels at a time, for which 24 numbers of its
-// channel come into registers: three a pixel instead of nine.
+// A block takes kChannels channels and a tile of pixels of one image, or all of a small image. What the tile reads,
+// with its borders, is loaded into shared memory once, fully processed: scaled, rectified and gated, or for a gradient
+// with the contributions of mean and variance added. A thread then takes 2 x 4 pixels at a time, for which it reads 24
+// numbers of its channel into registers: three per pixel instead of nine.
 #include "conv_channels.cuh"
 
 namespace fastmod::cuda::depthwise {
@@ -13,10 +13,10 @@ namespace {
 constexpr int kHigh = 2, kWide = 4;  // a thread's pixels at a time
 constexpr int kTaps = kMaxTaps;
 
-// Tiles of high x wide pixels, whole patches of kHigh x kWide.
+// Tiles of high x wide pixels, in whole patches of kHigh x kWide.
 struct Tiling {
   int high, wide, down, across;
-  __host__ __device__ int tiles() const { return down * across; }  // of an image
+  __host__ __device__ int tiles() const { return down * across; }  // per image
   __host__ __device__ int columns() const { return wide + 2; }     // with borders
   __host__ __device__ int staged() const { return (high + 2) * columns(); }
 };
@@ -27,7 +27,7 @@ Tiling tiling_of(const ConvShape& shape) {
   Tiling t{};
   t.wide = rounded_up(shape.wide < 32 ? shape.wide : 32, kWide);
   t.across = (shape.wide + t.wide - 1) / t.wide;
-  // Higher tiles have fewer borders, as long as there are blocks for a GPU.
+  // Higher tiles have fewer borders, and are used as long as there are enough blocks for a GPU.
   for (int high = t.wide <= 16 ? 16 : 8;; high = 8) {
     t.high = rounded_up(shape.high < high ? shape.high : high, kHigh);
     t.down = (shape.high + t.high - 1) / t.high;
@@ -40,7 +40,7 @@ size_t bytes_of(const Tiling& t) {
   return sizeof(T) * kChannels * t.staged();
 }
 
-// Where a tile lies; the thread's channel of its images.
+// The position of a tile.
 struct Place {
   int64_t b;
   int y, x;
@@ -51,8 +51,8 @@ struct Place {
   }
 };
 
-// Brings the numbers of a tile to `staged`, [row][column][channel]: value(offset) of the pixel that lies at `offset` of
-// its image, 0 beyond the image.
+// Loads the numbers of a tile into `staged`, [row][column][channel]: value(offset) for the pixel at `offset` in its
+// image, 0 beyond the image.
 template <typename T, typename Value>
 __device__ inline void stage(T* staged, const Tiling& t, const Place& place, const ConvShape& shape, const Lane& lane,
                              const Value& value) {
@@ -72,8 +72,8 @@ __device__ inline void stage(T* staged, const Tiling& t, const Place& place, con
   }
 }
 
-// take(row, column, the numbers around its pixels) of every patch of a thread. A patch may hang over the edge: `inside`
-// tells which of its pixels count.
+// Calls take(row, column, window) for every patch of a thread, where `window` holds the numbers that its pixels read. A
+// patch may extend over the edge: `inside` tells which of its pixels exist.
 template <typename T, typename Take>
 __device__ inline void walk(const T* staged, const Tiling& t, const Place& place, const Lane& lane, const Take& take) {
   if (!lane.inside) return;
@@ -82,18 +82,18 @@ __device__ inline void walk(const T* staged, const Tiling& t, const Place& place
   for (int patch = lane.row; patch < patches; patch += kRows) {
     const int down = patch / across, y = down * kHigh, x = (patch - down * across) * kWide;
     const T* from = staged + y * pitch + x * kChannels;
-    Compute<T> around[kHigh + 2][kWide + 2];
+    Compute<T> window[kHigh + 2][kWide + 2];
 #pragma unroll
     for (int i = 0; i < kHigh + 2; ++i) {
 #pragma unroll
-      for (int j = 0; j < kWide + 2; ++j) around[i][j] = widen(from[j * kChannels]);
+      for (int j = 0; j < kWide + 2; ++j) window[i][j] = widen(from[j * kChannels]);
       from += pitch;
     }
-    take(place.y + y, place.x + x, around);
+    take(place.y + y, place.x + x, window);
   }
 }
 
-// each(offset of the pixel in its image, row and column within the patch): those of a patch that are in the image.
+// Calls each(offset of the pixel in its image, row and column in the patch) for the pixels of a patch inside the image.
 template <typename Each>
 __device__ inline void inside(const ConvShape& shape, int y, int x, const Each& each) {
   int64_t row = static_cast<int64_t>(y * shape.wide + x) * shape.in;
@@ -110,9 +110,9 @@ __device__ inline void inside(const ConvShape& shape, int y, int x, const Each& 
 }
 
 template <typename C>
-__device__ inline C product(const C (&around)[kHigh + 2][kWide + 2], const C (&filter)[kTaps], int i, int j, C sum) {
+__device__ inline C product(const C (&window)[kHigh + 2][kWide + 2], const C (&filter)[kTaps], int i, int j, C sum) {
 #pragma unroll
-  for (int tap = 0; tap < kTaps; ++tap) sum += around[i + tap / 3][j + tap % 3] * filter[tap];
+  for (int tap = 0; tap < kTaps; ++tap) sum += window[i + tap / 3][j + tap % 3] * filter[tap];
   return sum;
 }
 
@@ -122,12 +122,12 @@ __device__ inline void read_filter(const T* from, bool backwards, Compute<T> (&f
   for (int tap = 0; tap < kTaps; ++tap) filter[tap] = widen(from[backwards ? kTaps - 1 - tap : tap]);
 }
 
-// Where image b of an expert begins, for the thread's channel.
+// Offset of image b of an expert, for the thread's channel.
 __device__ inline int64_t image_at(const ConvShape& shape, int64_t b, int expert, const Lane& lane) {
   return (b * shape.experts + expert) * shape.high * shape.wide * shape.in + lane.channel;
 }
 
-// What the convolution reads of a tile.
+// Loads what the convolution reads for a tile.
 template <typename T>
 __device__ inline void stage_input(T* staged, const Tiling& t, const Place& place, const ConvInput<T>& input,
                                    const ConvShape& shape, int expert, const Lane& lane) {
@@ -158,12 +158,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   T* y = conv.y + image_at(shape, place.b, expert, lane);
   Moments<C> moments;
   __syncthreads();
-  walk(staged, t, place, lane, [&](int row, int column, const auto& around) {
+  walk(staged, t, place, lane, [&](int row, int column, const auto& window) {
     C values[kHigh][kWide] = {}, total = 0, squares = 0;
     int count = 0;
     inside(shape, row, column, [&](int64_t at, int i, int j) {
       T held;
-      narrow(product(around, weights, i, j, bias), &held);
+      narrow(product(window, weights, i, j, bias), &held);
       y[at] = held;
       values[i][j] = widen(held);
       total += values[i][j];
@@ -214,9 +214,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const C gate = gate_of(input, shape, place.b, expert, channel);
   C of_scale = 0, of_shift = 0, of_gate = 0;
   __syncthreads();
-  walk(staged, t, place, lane, [&](int row, int column, const auto& around) {
+  walk(staged, t, place, lane, [&](int row, int column, const auto& window) {
     inside(shape, row, column, [&](int64_t at, int i, int j) {
-      const C of_z = product(around, weights, i, j, C(0));
+      const C of_z = product(window, weights, i, j, C(0));
       const C x = widen(input.x[image + at]), before = affine.scale * x + affine.shift;
       of_gate += of_z * (input.relu ? rectified(before) : before);
       const C of_value = input.relu && before <= C(0) ? C(0) : of_z * gate;
@@ -258,22 +258,22 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Place place(t, tile);
     const int64_t image = image_at(shape, place.b, expert, lane);
-    __syncthreads();  // the tile before is done with
+    __syncthreads();  // the previous tile is no longer needed
     stage_input(staged, t, place, conv.input, shape, expert, lane);
     __syncthreads();
-    walk(staged, t, place, lane, [&](int row, int column, const auto& around) {
+    walk(staged, t, place, lane, [&](int row, int column, const auto& window) {
       inside(shape, row, column, [&](int64_t at, int i, int j) {
         const C g = grad.at(image + at, statistics);
         of_bias += g;
 #pragma unroll
-        for (int tap = 0; tap < kTaps; ++tap) found[tap] += g * around[i + tap / 3][j + tap % 3];
+        for (int tap = 0; tap < kTaps; ++tap) found[tap] += g * window[i + tap / 3][j + tap % 3];
       });
     });
   }
   leave_weights(conv, lane, found, of_bias, filter, 1, filter * kTaps, true, sums);
 }
 
-// Enough blocks to fill a GPU, each with several tiles to one partial result.
+// Enough blocks to fill a GPU, each with several tiles per partial result.
 int64_t weight_shares(const ConvShape& shape) {
   const int64_t tiles = shape.batch * tiling_of(shape).tiles(), most = (tiles + 1) / 2;
   const int64_t blocks = static_cast<int64_t>(channel_tiles(shape.in)) * shape.experts;

@@ -1,5 +1,5 @@
-// norm_conv without tensor cores: depthwise convolutions, whose channels have nothing to share, and fp64. Depthwise 3x3
-// of stride 1 has kernels of its own: norm_conv_depthwise.cu.
+// norm_conv without tensor cores: depthwise convolutions, whose channels share nothing, and fp64. Depthwise 3x3 of
+// stride 1 has its own kernels: norm_conv_depthwise.cu.
 //
 // A block takes kChannels neighbouring channels and kPixels pixels of one image.
 #include "conv_channels.cuh"
@@ -8,11 +8,11 @@ namespace fastmod::cuda::plain {
 namespace {
 
 constexpr int kPixels = 64;
-constexpr int kEach = kPixels / kRows;  // pixels of a thread
+constexpr int kEach = kPixels / kRows;  // pixels per thread
 
 __host__ __device__ inline int tiles_of(int64_t pixels) { return static_cast<int>((pixels + kPixels - 1) / kPixels); }
 
-// Where a block works: pixels first .. of one image.
+// The position of a block: pixels from `first` on of one image.
 struct Place {
   int64_t b;
   int first;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int from_row = row + tap / shape.kernel, from_column = column + tap % shape.kernel;
       if (from_row < 0 || from_row >= shape.high || from_column < 0 || from_column >= shape.wide) continue;
       const int from = from_row * shape.wide + from_column;
-#pragma unroll 1  // unrolled for fp64's sake, the file took three times as long to compile
+#pragma unroll 1  // unrolled for fp64, the file took three times as long to compile
       for (int k = 0; k < depth; ++k) {
         const C z = image.z(from, shape.depthwise ? lane.channel : k);
         sum += z * widen(weight[(filter * depth + k) * taps + tap]);
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // Scratch: sums for scale and shift [2, E, B * tiles, in], then for the gate [E, B * tiles, in]. Blocks along x finish
-// what is theirs alone: a row of scale and shift, or all of them where x is shared or one row serves all experts.
+// a row of scale and shift, or all rows if x is shared or one row is for all experts.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
     backward_x_kernel(const __grid_constant__ ConvBackwardX<T> conv, int out_high, int out_wide) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int expert = first_expert; expert < end_expert; ++expert) {
     const Image<T> image{input, shape, at.b, expert};
     const Gradient<T> grad{conv.grad, shape, expert, out_high * out_wide};
-    // Of a depthwise convolution one channel meets one channel.
+    // In a depthwise convolution each channel only sees itself.
     const int64_t same = static_cast<int64_t>(expert) * shape.out + (shape.depthwise && inside ? lane.channel : 0);
     const StatisticsGrad<C> statistics = statistics_grad(conv.grad, same);
     const Affine<C> affine = affine_of(input, shape.in, expert, inside ? lane.channel : 0);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   finish_backward_x(conv, lane, at.b, tiles, sums);
 }
 
-// Blocks along x share the pixels of all images out; lanes are inputs of one output channel. Scratch: partial weights
+// Blocks along x share the pixels of all images; lanes are inputs of one output channel. Scratch: partial weights
 // [blocks, E, out, inputs, taps], then partial biases [blocks, E, out].
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   leave_weights(conv, lane, found, of_bias, filter, inputs, own, shape.depthwise || lane.channel == 0, sums);
 }
 
-// Enough blocks to fill a GPU, each with enough pixels to be worth its partial result.
+// Enough blocks to fill a GPU, but each with enough pixels to be worth a partial result.
 unsigned weight_blocks(const ConvShape& shape) {
   const int64_t pixels = shape.batch * shape.out_high() * shape.out_wide(), blocks = (pixels + 255) / 256;
   return static_cast<unsigned>(blocks < 1 ? 1 : blocks > 64 ? 64 : blocks);

@@ -5,20 +5,20 @@
 namespace fastmod::cuda {
 namespace {
 
-constexpr int kShareGroup = 8;  // partial weights are large
+constexpr int kShareGroup = 8;  // small, as partial weights are large
 
-// A block takes kOut output and kIn input channels and every gridDim.x-th tile of pixels. Of its warps two share the
-// input channels, and those two pairs the pixels of a tile.
+// A block takes kOut output and kIn input channels and every gridDim.x-th tile of pixels. Two warps share the input
+// channels, and two such pairs share the pixels of a tile.
 template <typename T, int kTaps, int kPixels, int kM>
 struct WeightProduct {
   using Unit = typename Operand<T>::Unit;
   static constexpr int kChannels = Operand<T>::kChannels, kOut = 16 * kM, kIn = 16;
   static constexpr bool kWide = sizeof(T) == 4;
-  static constexpr int kDepth = kWide ? 8 : 16;                   // pixels of one instruction
-  static constexpr int kOwn = kPixels / 2, kSteps = kOwn / kDepth;  // of a warp
-  // Steps whose gradients stay in registers for all taps; sums of 9 taps x 32 outputs in fp32 leave room for one.
+  static constexpr int kDepth = kWide ? 8 : 16;                   // pixels per instruction
+  static constexpr int kOwn = kPixels / 2, kSteps = kOwn / kDepth;  // per warp
+  // Steps whose gradients stay in registers for all taps; sums for 9 taps x 32 outputs in fp32 leave room for only one.
   static constexpr int kGroup = kSteps < 2 || (kWide && kTaps * kM > 9) ? 1 : 2;
-  // From pixel to pixel, in numbers of `Packed`: off each other's banks.
+  // Distance between pixels in units of `Packed`, chosen to avoid bank conflicts.
   using Packed = std::conditional_t<kWide, uint2, uint16_t>;  // fp32: high and low part
   static constexpr int kGradPitch = kWide ? kOut + 4 : kOut + 8, kInPitch = kWide ? kIn + 4 : kIn + 8;
 
@@ -82,8 +82,8 @@ struct WeightProduct {
     }
   }
 
-  // [pixel][out]; adds this thread's share of the bias' gradient up. What is the same for all tiles is read again for
-  // each: registers are short.
+  // Packs into [pixel][out] and adds up this thread's share of the bias' gradient. What is the same for all tiles is
+  // read again for each, as registers are scarce.
   __device__ void pack_gradients(const Place& place, float (&of_bias)[kChannels]) const {
     constexpr int kAcross = kOut / kChannels;
     const int unit = threadIdx.x % kAcross * kChannels;
@@ -116,7 +116,7 @@ struct WeightProduct {
     }
   }
 
-  // [pixel][in]
+  // Packs into [pixel][in].
   __device__ void pack_inputs(const Place& place) const {
     constexpr int kAcross = kIn / kChannels;
     const int unit = threadIdx.x % kAcross * kChannels;
@@ -149,7 +149,7 @@ struct WeightProduct {
     }
   }
 
-  // Where the pixels that result pixel i reads begin.
+  // The first of the pixels that result pixel i reads.
   __device__ int start_of(int i) const {
     const Tiling& t = p.tiling;
     const int image = i >> (t.log_h + t.log_w), y = i >> t.log_w & ((1 << t.log_h) - 1), x = i & ((1 << t.log_w) - 1);
@@ -218,7 +218,7 @@ struct WeightProduct {
 #pragma unroll
         for (int tap = 0; tap < kTaps; ++tap) {
           const int offset = kTaps == 1 ? 0 : (tap / 3 * columns + tap % 3) * kInPitch;
-          uint32_t b[4];  // two words a step
+          uint32_t b[4];  // two words per step
           ldmatrix_transposed(b, inputs + start + offset);
           float part[kM][4] = {};
           T* type = nullptr;
@@ -272,7 +272,7 @@ __device__ void backward_weight(const Task<T>& task, const Block& block, unsigne
       product.load(place);
     }
     wait_copies<0>();
-    __syncthreads();  // this tile has come; the one before is done with
+    __syncthreads();  // this tile has arrived; the previous one is no longer needed
     product.pack_gradients(place, of_bias);
     product.pack_inputs(place);
     __syncthreads();
@@ -287,7 +287,7 @@ __device__ void backward_weight(const Task<T>& task, const Block& block, unsigne
   }
   __syncthreads();
 
-  // The two warps with the other half of the pixels hand their sums over.
+  // The two warps with the other half of the pixels pass on their sums.
   float* sums = reinterpret_cast<float*>(memory + product.layout.grad);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
@@ -351,8 +351,8 @@ __device__ void backward_weight(const Task<T>& task, const Block& block, unsigne
   reduce_in_order<kShareGroup>(ticket, block.x, block.across, reduce);
 }
 
-// run(taps, pixels, tiles of 16 outputs) of a convolution.
-#pragma nv_exec_check_disable  // run is of the side that calls
+// Calls run(taps, pixels, tiles of 16 outputs) for a convolution.
+#pragma nv_exec_check_disable  // run is host or device code, like the caller
 template <typename Run>
 __host__ __device__ auto by_form(const ConvShape& shape, Run run) {
   using One = std::integral_constant<int, 1>;
@@ -366,7 +366,7 @@ __host__ __device__ auto by_form(const ConvShape& shape, Run run) {
   return few ? run(Nine{}, Usual{}, One{}) : run(Nine{}, Usual{}, Two{});
 }
 
-// Of shared memory; for by_form.
+// Bytes of shared memory; for by_form.
 template <typename T>
 struct Bytes {
   const Problem<T>& p;
@@ -394,7 +394,7 @@ Tiling weight_tiling(const ConvShape& shape) {
 int weight_blocks(const ConvShape& shape) {
   return (shape.out <= 16 ? 1 : (shape.out + 31) / 32) * ((shape.in + 15) / 16);
 }
-// Enough blocks to fill a GPU, each with several tiles to one partial result.
+// Enough blocks to fill a GPU, each with several tiles per partial result.
 int64_t weight_shares(const ConvShape& shape) {
   const int64_t tiles = weight_tiling(shape).tiles, blocks = static_cast<int64_t>(weight_blocks(shape)) * shape.experts;
   const int64_t wanted = (256 + blocks - 1) / blocks, most = (tiles + 1) / 2;

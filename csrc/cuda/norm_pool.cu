@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   narrow(mean, out + place.image * shape.channels + place.channel);
 }
 
-// Scratch: parts of the gradients of scale and shift, [2, E, B, channels].
+// Scratch: partial gradients of scale and shift, [2, E, B, channels].
 template <typename T, typename G>
 __global__ void __launch_bounds__(kThreads, 2)
     backward_kernel(const G* grad, const __grid_constant__ PoolInput<T> input,
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   using C = Compute<T>;
   FASTMOD_SHARED(C, sums, kThreads);
   const PoolPlace<T> place(input, shape);
-  // Every pixel has the same gradient: sums without it are counts, which are exact, and short sums of x.
+  // Every pixel has the same gradient. Leaving it out of the sums makes them counts, which are exact, and sums of x.
   const C g = place.there ? widen(grad[place.image * shape.channels + place.channel]) / C(shape.pixels) : C(0);
   C count = 0, total = 0, part = 0;
   place.by_pixels(
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t b = quotient(place.image, shape.experts), all = shape.experts * shape.batch * shape.channels;
   C* own = partials + place.expert * shape.batch * shape.channels + place.channel;
   if (place.there && place.row == 0) {
-    const C factor = count > C(0) ? g : C(0);  // where none passed, a NaN did not either
+    const C factor = count > C(0) ? g : C(0);  // 0 where none passed: NaNs count as passed
     own[b * shape.channels] = total * factor;
     own[all + b * shape.channels] = count * factor;
   }

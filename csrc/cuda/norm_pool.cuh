@@ -1,4 +1,4 @@
-// What ops that average normalised images over their pixels share.
+// Shared by ops that average normalised images over their pixels.
 #pragma once
 
 #include "reduce.cuh"
@@ -8,9 +8,9 @@ namespace fastmod::cuda {
 constexpr int kPoolThreads = 256;
 constexpr int kPoolChannels = kWarp;
 constexpr int kPoolRows = kPoolThreads / kPoolChannels;
-constexpr int kRun = 32;  // of a thread's pixels at a time: short sums, then their sum, lose fewer digits
+constexpr int kRun = 32;  // pixels of a thread per partial sum: short sums lose fewer digits
 
-// A block has kPoolChannels channels of one image: what is the same for all of its pixels.
+// A block has kPoolChannels channels of one image; here is what is the same for all of its pixels.
 template <typename T>
 struct PoolPlace {
   using C = Compute<T>;
@@ -29,7 +29,7 @@ struct PoolPlace {
     scale = there ? input.scale[expert * shape.channels + channel] : C(0);
     shift = there ? input.shift[expert * shape.channels + channel] : C(0);
   }
-  // step(offset) for each pixel of this thread, after_run() after every few of them.
+  // Calls step(offset) for each pixel of this thread, and after_run() after every kRun of them.
   template <typename Step, typename AfterRun>
   __device__ void by_pixels(const SumShape& shape, Step step, AfterRun after_run) const {
     for (int64_t begin = row; there && begin < shape.pixels; begin += kRun * kPoolRows) {
@@ -43,7 +43,7 @@ struct PoolPlace {
   }
 };
 
-// Mean over the pixels; all threads with the same channel get it. sums: [kPoolThreads].
+// The mean over the pixels, for all threads with the same channel. sums: [kPoolThreads].
 template <typename T>
 __device__ inline Compute<T> pooled_mean(const PoolPlace<T>& place, const PoolInput<T>& input, const SumShape& shape,
                                          Compute<T>* sums) {

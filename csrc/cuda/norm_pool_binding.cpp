@@ -1,11 +1,11 @@
-// norm_pool on CUDA tensors: arguments laid out, outputs allocated, kernels launched and checked.
+// norm_pool on CUDA tensors: arguments brought into layout, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
 #include "../cpu/norm_pool_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
 
-// Tensors as the kernels read them, alive as long as the pointers.
+// Tensors in the layout that the kernels read, kept alive as long as the pointers.
 struct Pool {
   Tensor x, scale, shift;
   bool relu;

@@ -32,8 +32,8 @@ __device__ inline void write(const Compute<T> (&v)[kMany], T* to) {
   *reinterpret_cast<Pack<T, kMany>*>(to) = pack;
 }
 
-// kMany channels of what is to be added up. i: of (image, pixel, channel) with the experts' images, at: of (expert,
-// channel).
+// kMany channels of the terms to add up. i: index of (image, pixel, channel) with the experts' images; at: index of
+// (expert, channel).
 template <typename T, int kMany>
 __device__ inline void sum_at(const SumInput<T>& input, int64_t i, int64_t residual, int64_t at,
                               Compute<T> (&v)[kMany]) {
@@ -57,7 +57,7 @@ __device__ inline void sum_at(const SumInput<T>& input, int64_t i, int64_t resid
   for (int j = 0; j < kMany; ++j) v[j] += other[j];
 }
 
-// A thread has kMany channels of a pixel of the result.
+// A thread has kMany channels of one pixel of the result.
 template <typename T, int kMany>
 __global__ void __launch_bounds__(kThreads, 4)
     forward_kernel(const __grid_constant__ SumInput<T> input, T* out, const __grid_constant__ SumShape shape,
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int channel = blockIdx.y * kChannels + threadIdx.x % kChannels;
   const bool there = channel < shape.channels;
   const int64_t each = static_cast<int64_t>(gridDim.x) * shape.channels, all = shape.experts * each;
-  C found[kEach] = {};  // of a residual that the experts share
+  C found[kEach] = {};  // for a residual that the experts share
   for (int expert = 0; expert < shape.experts; ++expert) {
     const int64_t image = b * shape.experts + expert, at = static_cast<int64_t>(expert) * shape.channels + channel;
     const C gate = input.gate ? widen(input.gate[image]) : C(1);
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       own[2 * all] = of_residual_scale;
     }
     if (grads.gate) {
-      of_gate = sum_of_rows<1>(of_gate, sums);  // of all threads
+      of_gate = sum_of_rows<1>(of_gate, sums);  // over all threads
       C* own = partials + 3 * all + (static_cast<int64_t>(expert) * gridDim.x + blockIdx.x) * gridDim.y + blockIdx.y;
       if (threadIdx.x == 0) *own = of_gate;
     }
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   });
   if (!grads.gate) return;
-  // The last of an image's blocks finishes its gates.
+  // The last block of an image finishes its gates.
   ticket = tickets + gridDim.y * reduce_tickets<kGroup>(gridDim.x) + b;
   if (!last_to_arrive(ticket, tiles * gridDim.y)) return;
   for (int expert = threadIdx.x; expert < shape.experts; expert += kThreads) {

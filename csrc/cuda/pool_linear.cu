@@ -1,7 +1,7 @@
 // The end of a gater or of a net: relu(scale * x + shift), the mean over regions, a linear layer and maybe a softmax.
 //
-// A block has one image: its lanes are channels, its warps share out regions and pixels. Gradients of the parameters
-// are sums over images, which the last block to come adds up in a fixed order.
+// A block has one image: its lanes are channels, its warps share regions and pixels. Gradients of the parameters are
+// sums over images, which the last block to finish adds up in a fixed order.
 #include "reduce.cuh"
 
 namespace fastmod::cuda {
@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRun = 32;  // pixels at a time: short sums, then their sum, lose fewer digits
+constexpr int kRun = 32;  // pixels per partial sum: short sums lose fewer digits
 
-// Region i of `count` along `size` pixels, as torch.nn.functional.adaptive_avg_pool2d has them: they may overlap.
+// Region i of `count` along `size` pixels, as in torch.nn.functional.adaptive_avg_pool2d: regions may overlap.
 struct Region {
   int begin, end;
   __device__ Region(int i, int count, int size)
@@ -67,8 +67,8 @@ __device__ inline C warp_sum(C value) {
   return value;
 }
 
-// What the softmax, if there is one, gives of the means; visible to all threads on return. Outputs of the linear layer
-// are left in `results`, and how they become shares in `most` and `sum`.
+// The linear layer on the means, and its softmax if there is one; visible to all threads on return. The layer's outputs
+// are in `results`; `most` and `sum` turn them into shares.
 template <typename T>
 struct Shares {
   using C = Compute<T>;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int features = image.features(), lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int regions = shape.pooled * shape.pooled;
   C* pooled = reinterpret_cast<C*>(memory);
-  C* results = pooled + features;  // gradients of them
+  C* results = pooled + features;  // gradients of the results
   C* all_results = scratch;
   C* all_pooled = all_results + shape.batch * shape.outputs;
   C* of_scale = all_pooled + shape.batch * features;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   grad += b * shape.outputs;
   if (grads.weight || shape.softmax) image.pool(pooled);
   for (int f = threadIdx.x; grads.weight && f < features; f += kThreads) all_pooled[b * features + f] = pooled[f];
-  if (shape.softmax) {  // computed anew: what the forward wrote was rounded
+  if (shape.softmax) {  // recomputed, as what the forward wrote was rounded
     const Shares<T> shares(input, shape, features, pooled, results);
     C weighted = 0;
     for (int o = 0; o < shape.outputs; ++o) weighted += widen(grad[o]) * shares.of(results[o]);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
   for (int o = threadIdx.x; o < shape.outputs; o += kThreads) all_results[b * shape.outputs + o] = results[o];
-  for (int f = threadIdx.x; f < features; f += kThreads) {  // of a pixel of the region
+  for (int f = threadIdx.x; f < features; f += kThreads) {  // per pixel of the region
     const Region rows(f % regions / shape.pooled, shape.pooled, shape.high);
     const Region columns(f % shape.pooled, shape.pooled, shape.wide);
     C sum = 0;

@@ -1,10 +1,10 @@
-// pool_linear on CUDA tensors: arguments laid out, outputs allocated, kernels launched and checked.
+// pool_linear on CUDA tensors: arguments brought into layout, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
 
-// Its tensors alive as long as the pointers to them.
+// The arguments; keeps tensors alive as long as the pointers to them.
 struct Head {
   HeadShape shape;
   Tensor x, scale, shift, weight, bias;

@@ -1,4 +1,5 @@
-// range_penalty: sum of (t - clamp(t, -threshold, threshold))^2 in two steps, without atomics: same bits every time.
+// range_penalty: sum of (t - clamp(t, -threshold, threshold))^2 in two steps without atomics, so that it is
+// reproducible.
 #include "common.cuh"
 
 namespace fastmod::cuda {

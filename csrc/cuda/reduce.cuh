@@ -1,4 +1,4 @@
-// Sums over many blocks in one launch and a fixed order, and what else the kernels of batch norm share.
+// Sums over many blocks in one launch and in a fixed order, and what else the kernels of batch norm share.
 #pragma once
 
 #include "common.cuh"
@@ -13,7 +13,7 @@ __device__ inline C rectified(C value) {
 __device__ inline float inverse_root(float value) { return 1.0f / sqrtf(value); }
 __device__ inline double inverse_root(double value) { return 1.0 / sqrt(value); }
 
-// Scale and shift of channel i, by its statistics; running statistics move.
+// Computes scale and shift of channel i from its statistics, and updates the running statistics.
 template <typename C>
 __device__ inline void finish_norm(const BatchNorm<C>& norm, int64_t i, C mean, C var) {
   if (norm.running_mean) {
@@ -27,14 +27,14 @@ __device__ inline void finish_norm(const BatchNorm<C>& norm, int64_t i, C mean, 
   norm.shift[i] = (norm.bias ? norm.bias[from] : C(0)) - mean * factor;
 }
 
-// Written by other blocks while this one ran.
+// Reads what other blocks wrote while this one ran.
 template <typename C>
 __device__ inline C fresh(const C* address) {
   return *static_cast<const volatile C*>(address);
 }
 
-// Whether this block is the last of `arrivals` to come here: then all that the others wrote before can be read. Leaves
-// the ticket as it was before the first. All threads call it.
+// Whether this block is the last of `arrivals` to get here; it can then read everything that the others wrote before.
+// The last one resets the ticket. All threads must call it.
 __device__ inline bool last_to_arrive(unsigned* ticket, unsigned arrivals) {
   FASTMOD_SHARED(unsigned, place, 1);
   __threadfence();
@@ -42,7 +42,7 @@ __device__ inline bool last_to_arrive(unsigned* ticket, unsigned arrivals) {
   if (threadIdx.x == 0) {
     __threadfence();
     place[0] = atomicAdd(ticket, 1u);
-    if (place[0] + 1 == arrivals) *ticket = 0;  // nobody else comes
+    if (place[0] + 1 == arrivals) *ticket = 0;
   }
   __syncthreads();
   const bool last = place[0] + 1 == arrivals;
@@ -50,10 +50,10 @@ __device__ inline bool last_to_arrive(unsigned* ticket, unsigned arrivals) {
   return last;
 }
 
-// Sum of all threads with the same column, in a fixed order; all of them get it.
+// Sum over all threads with the same column, in a fixed order; all of them get it.
 template <int kColumns, typename C>
 __device__ inline C sum_of_rows(C value, C* sums) {
-  __syncthreads();  // the sums before have been read
+  __syncthreads();  // the previous sums have been read
   sums[threadIdx.x] = value;
   __syncthreads();
   C total = 0;
@@ -63,9 +63,10 @@ __device__ inline C sum_of_rows(C value, C* sums) {
   return total;
 }
 
-// Adds up what `blocks` blocks have left, in a fixed order: first the last of every kGroup neighbours what those left,
-// then the last of all what came of that, so that no block reads more than a few. reduce(first, end, step, all):
-// blocks first, first + step, ... before end; unless `all`, the sum is to take the place of what block `first` left.
+// Adds up the partial results of `blocks` blocks in a fixed order and in two stages, so that no block reads many: the
+// last block of every kGroup neighbours adds up theirs, then the last of all adds up those sums. reduce(first, end,
+// step, all) adds up the results of blocks first, first + step, ... before end; unless `all`, the sum must overwrite
+// the partial result of block `first`.
 template <int kGroup, typename Reduce>
 __device__ inline void reduce_in_order(unsigned* tickets, unsigned own, unsigned blocks, Reduce reduce) {
   const unsigned groups = (blocks + kGroup - 1) / kGroup, first = own / kGroup * kGroup;

@@ -1,4 +1,4 @@
-// Rows of tensors: into shared memory, or four neighbours at a time.
+// Loads rows of tensors into shared memory, or four neighbours at a time.
 #pragma once
 
 #include "mma.cuh"
@@ -10,8 +10,8 @@ bool rows_aligned(const T* pointer, int64_t row) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && row * static_cast<int64_t>(sizeof(T)) % 16 == 0;
 }
 
-// `rows` rows of `width` elements each to shared memory, zeros beyond `valid` and for rows that are not inside:
-// from(row) is the address, or null. vector: 16 bytes at a time, which everything is aligned to.
+// Copies `rows` rows of `width` elements to shared memory, zeros beyond `valid` and for rows that do not exist:
+// from(row) is the address, or null. vector: 16 bytes at a time, for which everything must be aligned.
 template <int kThreads, typename T, typename From>
 __device__ inline void copy_rows(T* to, int rows, int width, int valid, bool vector, const T* anywhere, From from) {
   constexpr int kMany = 16 / sizeof(T);
@@ -19,7 +19,7 @@ __device__ inline void copy_rows(T* to, int rows, int width, int valid, bool vec
     const unsigned each = width / kMany;
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < rows * each; i += kThreads) {
-      // Divisions by the usual numbers, which are cheap as constants.
+      // The usual divisors as constants, which makes these divisions cheap.
       const unsigned row = each == 2 ? i / 2 : each == 4 ? i / 4 : each == 18 ? i / 18 : each == 36 ? i / 36 : i / each;
       const int at = static_cast<int>(i - row * each) * kMany;
       const T* source = at < valid ? from(static_cast<int>(row)) : nullptr;
@@ -42,7 +42,7 @@ __device__ inline void copy_rows(T* to, int rows, int width, int valid, bool vec
   }
 }
 
-// Four neighbours, of which `there` exist; all four at once if `vector`.
+// Reads four neighbours, of which `there` exist; all four at once if `vector`.
 template <typename T>
 struct alignas(4 * sizeof(T)) Four {
   T v[4];

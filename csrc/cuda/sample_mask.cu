@@ -1,5 +1,5 @@
-// sample_mask: binary masks over weights, times the weights, and the gradient of their logits. A thread takes its
-// weights through all samples; each weight's threshold is computed once.
+// sample_mask: binary masks over weights, multiplied by the weights, and the gradient of the logits. A thread takes its
+// weights through all samples, so that each weight's threshold is computed once.
 #include "masks.cuh"
 
 namespace fastmod::cuda {
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Neighbouring elements that one thread reads and writes at once, 16 bytes at most.
+// Neighbouring elements that one thread reads and writes at once: at most 16 bytes.
 template <typename T, int kEach>
 struct alignas(kEach * sizeof(T) < 16 ? kEach * sizeof(T) : 16) Pack {
   T value[kEach];
@@ -23,7 +23,7 @@ __device__ void store(const Pack<T, kEach>& pack, T* to) {
   *reinterpret_cast<Pack<T, kEach>*>(to) = pack;
 }
 
-// The words of the kEach elements from `index` on; four if index is a multiple of 4.
+// The words of the kEach elements from `index` on; for kEach 4, index must be a multiple of 4.
 template <int kEach>
 __device__ Pack<uint32_t, kEach> noise_words(int64_t seed, uint64_t index, uint32_t stream) {
   if constexpr (kEach == kQuad) {
@@ -35,7 +35,7 @@ __device__ Pack<uint32_t, kEach> noise_words(int64_t seed, uint64_t index, uint3
   }
 }
 
-// Of element `at` of a sample; unsigned, since it may exceed 2^63.
+// The noise index of element `at` of a sample; unsigned, as it may exceed 2^63.
 __device__ uint64_t noise_index(const MaskNoise& noise, int64_t sample, int64_t count, int64_t at) {
   return static_cast<uint64_t>(noise.first + sample) * static_cast<uint64_t>(count) + static_cast<uint64_t>(at);
 }
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     const C logit = widen(own.value[i]);
     off[i] = words_off(to_float(logit));
     value[i] = weight ? widen(weights.value[i]) : C(1);
-    if (logit != logit) value[i] = logit;  // no NaN turns into a confident mask
+    if (logit != logit) value[i] = logit;  // a NaN must not become a confident mask
   }
   const int64_t seed = seed_of(noise);
   for (int64_t s = 0; s < noise.samples; ++s) {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const C keep = static_cast<int32_t>(words.value[i] >> 9) >= off[i] ? C(1) : C(0);
-      narrow(value[i] * keep, masked.value + i);  // a product, not a choice: 0 * inf is NaN here as in torch
+      narrow(value[i] * keep, masked.value + i);  // a product, not a choice: 0 * inf is NaN as in torch
     }
     store(masked, out + s * count + at);
   }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Whether threads may take four elements each: no sample and no thread begins inside a Philox group, and every pointer
-// (null counts as one) lies as a Pack must.
+// (or null) is aligned like a Pack.
 template <typename T, typename... Pointers>
 bool in_quads(int64_t count, Pointers... pointers) {
   const uintptr_t any = (uintptr_t{0} | ... | reinterpret_cast<uintptr_t>(pointers));

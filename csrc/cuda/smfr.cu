@@ -29,8 +29,8 @@ __device__ inline void mix_row(int lane, int m_count, int n_count, int d_count, 
   }
 }
 
-// The same where d is even: two numbers of each of kMany outputs, four or one, four where n is a multiple of it.
-// emit(feature, first, second): of the routed.
+// The same for even d: two numbers of each of kMany outputs, which is four if n is a multiple of four, else one.
+// Calls emit(feature, first, second) for the routed blocks.
 template <int kMany, typename Emit>
 __device__ inline void mix_row_by_pairs(int lane, int m_count, int n_count, int d_count, const float* weights,
                                         const float* values, Emit emit) {
@@ -53,7 +53,7 @@ __device__ inline void mix_row_by_pairs(int lane, int m_count, int n_count, int 
   }
 }
 
-// Two numbers, to be stored at once where they are aligned for it.
+// Stores two numbers, at once if they are aligned for it.
 __device__ inline void store_pair(float* to, const float (&value)[2], bool at_once, const bool (&there)[2]) {
   if (at_once) {
     if (there[0]) *reinterpret_cast<Two32*>(to) = Two32{{value[0], value[1]}};
@@ -66,7 +66,7 @@ __device__ inline bool for_pairs(const float* section, int width) {
   return width % 2 == 0 && reinterpret_cast<uintptr_t>(section) % 8 == 0;
 }
 
-// The plan of a linear layer, with where its results go, those of the block's first row on.
+// The plan of a linear layer, with the destinations of its results, from the block's first row on.
 template <typename T, typename W>
 __device__ inline void plan_forward(const Stack<T, W>& s, const StackMemory& memory, int linear,
                                     LinearPlan<T, W>* plan) {
@@ -76,9 +76,9 @@ __device__ inline void plan_forward(const Stack<T, W>& s, const StackMemory& mem
   const StackLayer<T> layer = layer_of(s, l, m);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kTileRows;
   const bool update = place >= s.route, last = place + 1 == s.route || place + 1 == per_layer;
-  int64_t columns = update ? layer.n * s.d : 0;  // of the sections before this one
+  int64_t columns = update ? layer.n * s.d : 0;  // width of all sections before this one
   for (int i = 0; i < place; ++i) columns += s.linear[l * per_layer + i].out;
-  const int own = update ? place - s.route : place;  // in its FNN; hidden layers take turns in two places
+  const int own = update ? place - s.route : place;  // index in its FNN; hidden layers alternate between two places
   const int context = update && !s.context ? place_of(0, padded(m * s.d)) * 4 : 0;
   plan->from = own ? memory.hidden + (own - 1) % 2 * memory.hidden_bytes : memory.input + context;
   plan->to = memory.hidden + own % 2 * memory.hidden_bytes;
@@ -90,7 +90,7 @@ __device__ inline void plan_forward(const Stack<T, W>& s, const StackMemory& mem
   plan->pairs = row + kTileRows <= s.batch && for_pairs(plan->saved, width) &&
                 reinterpret_cast<uintptr_t>(plan->bias) % (2 * sizeof(W)) == 0;
 }
-// A layer with its places from the block's first row on; `saved` is that of the routed blocks.
+// A layer with its pointers moved to the block's first row; `saved` is the section of the routed blocks.
 template <typename T, typename W>
 __device__ inline void plan_layer(const Stack<T, W>& s, int l, StackLayer<T>* plan) {
   StackLayer<T> layer = layer_of(s, l, l ? s.layer[l - 1].n : s.m);
@@ -107,12 +107,12 @@ struct alignas(2 * sizeof(W)) Pair {
   W v[2];
 };
 
-// Results of one linear layer, as linear_layer gives them.
+// Takes the results of one linear layer from linear_layer.
 template <typename T, typename W>
 struct Epilogue {
   const LinearPlan<T, W>& plan;
   const int row;           // of the first value
-  const int (&inside)[2];  // of the batch: that row, and the one 8 below
+  const int (&inside)[2];  // whether that row and the one 8 below are in the batch
   float* const all_outputs;  // [row][width]
   const float threshold;
   float& excesses;
@@ -172,7 +172,7 @@ struct Epilogue {
     }
     put_at(at, value);
   }
-  // Two logits of each row, of which the first may be none.
+  // Writes two logits of each row; the first may not be a logit.
   __device__ void show(int f, const float (&value)[2][2]) const {
     if (f < 0) {
       if (f + 1 == 0) {
@@ -201,7 +201,7 @@ struct Epilogue {
     excesses += over * over;
   }
 
-  // Rows that are not there, columns that are no pairs.
+  // The slow path: rows that do not exist, columns that are not pairs.
   __device__ void carefully(int column, float (&value)[2][2], float* at) const {
     const int width = plan.width, from = row * width + column;
     const bool there[2] = {column < width, column + 1 < width}, last = plan.end != 0;
@@ -219,15 +219,15 @@ struct Epilogue {
   }
 };
 
-// What a thread knows of its row: [x ; routed] once more, whole, each at a place of its own, beside those in `input`,
-// which are activations in chunks.
+// The row of a thread: a second copy of x and of routed, each contiguous, besides those in `input`, which are
+// activations in chunks.
 template <typename T>
 struct RowForward {
   const RowThread& r;
   const int d;
   float *input, *x, *routed;
 
-  // Logits, in `own`, to routed blocks.
+  // From logits, in `own`, to routed blocks.
   __device__ void route(int mode, const StackLayer<T>& layer, int m_count, float* own) const {
     const int n_count = layer.n, first = padded(m_count * d), values = n_count * d, width = m_count * n_count;
     const RoutingColumn column(mode, layer);
@@ -259,7 +259,7 @@ struct RowForward {
       }
     }
   }
-  // New values and gate logits, in `own`, to the blocks that the next layer reads.
+  // From new values and gate logits, in `own`, to the blocks that the next layer reads.
   __device__ void gate(const StackLayer<T>& layer, const float* own) const {
     const int values = layer.n * d;
     T* const out = layer.out + r.row * values;
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
 #pragma unroll 1
   for (int at = kept(memory.plans); at != until; at += static_cast<int>(sizeof(LinearPlan<T, W>))) {
     const auto& plan = *reinterpret_cast<const LinearPlan<T, W>*>(shared + at);
-    __syncthreads();  // what this layer reads has been written, what it writes has been read
+    __syncthreads();  // what this layer reads is written, and what it overwrites has been read
     const int width = plan.width, end = plan.end;
     if (stream.first_column < width) {
       const Epilogue<T, W> emit{plan, stream.g, inside, outputs, s.threshold, excesses};

@@ -1,4 +1,4 @@
-// Activations of a block of a stack, in shared memory, and numbers that come from outside. See smfr.cuh.
+// The activations of a block of a stack, in shared memory, and reading of inputs. See smfr.cuh.
 #pragma once
 
 #include "mma.cuh"
@@ -8,14 +8,14 @@ namespace fastmod::cuda {
 
 constexpr int kStackThreads = 256;
 constexpr int kStackWarps = kStackThreads / kWarp;
-constexpr int kStages = 2;        // units of weights under way for each lane
-constexpr int kUnitChunks = 2;    // chunks of a unit
-constexpr int kDepthStep = 16;    // inputs of a chunk
-constexpr int kPairColumns = 16;  // columns of a unit: two tiles of 8
-constexpr int kThreadsOfRow = kStackThreads / kTileRows;  // row-wise work: half a warp has a row
+constexpr int kStages = 2;        // units of weights in flight for each lane
+constexpr int kUnitChunks = 2;    // chunks per unit
+constexpr int kDepthStep = 16;    // inputs per chunk
+constexpr int kPairColumns = 16;  // columns per unit: two tiles of 8
+constexpr int kThreadsOfRow = kStackThreads / kTileRows;  // in row-wise work half a warp has a row
 static_assert(kThreadsOfRow == 16 && kTileRows == 16, "a row belongs to one warp: __syncwarp orders its threads");
 
-// A number that stays in its register, where nvcc would reckon it anew wherever it is used.
+// A number that nvcc keeps in a register instead of recomputing it at every use.
 __device__ inline int kept(int value) {
 #if defined(__CUDA_ARCH__)
   asm volatile("" : "+r"(value));
@@ -45,9 +45,8 @@ __device__ inline int place_of(int row, int feature) {
 
 __device__ inline bool finite(float value) { return value - value == 0.0f; }
 
-// high - low == value, and tensor cores read all of low but its last bit at most: the sign of low is that of a weight's,
-// see multiply. What is not finite makes a sum that is
-// not finite, which is then computed anew.
+// high - low == value, and tensor cores read all of low except perhaps its last bit. Low parts of weights have the same
+// sign convention, see multiply. A value that is not finite makes the sum not finite, which is then recomputed.
 __device__ inline void split_special(float value, float* high, float* low) {
   *high = finite(value) ? __uint_as_float(__float_as_uint(value) & 0xffffe000u) : value;  // close to overflow, or inf
   *low = finite(value) ? *high - value : -value;
@@ -55,10 +54,10 @@ __device__ inline void split_special(float value, float* high, float* low) {
 struct alignas(8) Two32 {
   float v[2];
 };
-// Of kRows rows, 8 apart: two neighbours each, the first of them even, from `place` on.
+// Stores, for kRows rows 8 apart, two neighbours each, the first of them even, from `place` on.
 template <int kRows>
 __device__ inline void put_at(float* place, const float (&value)[kRows][2]) {
-  uint2 high[kRows];  // words, as they need no conversion then
+  uint2 high[kRows];  // words, so that they need no conversion
   Two32 low[kRows];
   float all = 0;
 #pragma unroll
@@ -70,7 +69,7 @@ __device__ inline void put_at(float* place, const float (&value)[kRows][2]) {
   }
   if (!finite(all)) {
 #pragma unroll
-    for (int i = 0; i < 2 * kRows; ++i) {  // the other row's bits are as they would be without this one
+    for (int i = 0; i < 2 * kRows; ++i) {  // must not change the bits of the other row
       float& rest = low[i / 2].v[i % 2];
       if (finite(rest)) continue;
       float special;
@@ -99,7 +98,7 @@ __device__ inline float get(const float* activations, int row, int feature) {
   return at[0] - at[kLow];
 }
 
-// ---- what comes from outside
+// ---- inputs
 
 template <typename T>
 __device__ inline float rounded(float value) {
@@ -107,7 +106,7 @@ __device__ inline float rounded(float value) {
   narrow(value, &low);
   return widen(low);
 }
-// A parameter as a stack of T computes with it.
+// A parameter in the precision that a stack of T computes with.
 template <typename T, typename W>
 __device__ inline Compute<T> read_as(W value) {
   if constexpr (sizeof(W) > sizeof(T)) {

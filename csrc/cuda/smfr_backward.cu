@@ -1,15 +1,16 @@
-// SMFR backward through the activations in one launch: a block takes the gradients of kTileRows rows through all layers,
-// last to first, and leaves those of every linear layer's output to smfr_weight.cu. See smfr.cuh.
+// SMFR backward through the activations in one launch: a block takes the gradients of kTileRows rows through all
+// layers, last to first, and stores those of every linear layer's output for smfr_weight.cu. See smfr.cuh.
 #include "smfr.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 struct Parts {
-  float *grads, *routed, *grad_x, *x, *weights, *grad_weights;  // each [row][..] but grads, which are activations
+  float *grads, *routed, *grad_x, *x, *weights, *grad_weights;  // each [row][..] except grads, which are activations
 };
 
-// Gradient of the gated residual: that of the output, in grad_x, becomes those of the update's outputs and of routed.
+// Backward of the gated residual: turns the gradient of the output, in grad_x, into those of the update's outputs and
+// of routed.
 template <typename T, typename W>
 __device__ inline void gate_row(const Stack<T, W>& s, int n_count, const RowThread& r, const float* routed,
                                 const float* outputs, float penalty, const Parts& p) {
@@ -33,7 +34,8 @@ __device__ inline void gate_row(const Stack<T, W>& s, int n_count, const RowThre
   }
 }
 
-// As multiplex.cu: gradients of the logits into p.grads, weights of the forward into p.weights; returns that of tau.
+// As in multiplex_backward.cu: writes gradients of the logits to p.grads and weights of the forward to p.weights;
+// returns the gradient of tau.
 template <typename T, typename W>
 __device__ inline float route_row(const Stack<T, W>& s, const StackLayer<T>& layer, const RowThread& r, int m_count,
                                   const float* logits, float penalty, const Parts& p) {
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
                 part(memory.x),     part(memory.weights), part(memory.grad_weights)};
   const auto hidden = [&](int i) { return part(memory.hidden + (i & 1) * memory.hidden_bytes); };
   const int per_layer = s.route + s.update;
-  // The last linear layer whose gradient is passed on, from the end: all, or all but those that only x would need.
+  // The first linear layer whose gradient is passed on: all are, unless only x would need them.
   const int until = grad_x ? 0 : s.layer[0].grads ? 1 : s.route;
   const bool need = grad_x != nullptr;
   auto* const plans = reinterpret_cast<LinearPlan<T, W>*>(shared + memory.plans);
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   __syncthreads();
   WeightStream<T, W, true> stream(plans, shared + memory.slots, s.depth * per_layer - 1, until - 1);
   const RowThread r(s);
-  const int64_t copy = copy_of(s), row = copy * s.batch + r.at;  // in what all copies share
+  const int64_t copy = copy_of(s), row = copy * s.batch + r.at;  // in what holds all copies
   const float penalty = grad_penalty && s.threshold >= 0.0f ? 2.0f * grad_penalty[copy] : 0.0f;
 
   const int last_values = s.layer[s.depth - 1].n * s.d;
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     const Blocks<T> x = input_of(s, l);
     const int features = m * s.d, values = layer.n * s.d, logits = m * layer.n;
     const bool need_x = l > 0 || grad_x;
-    // Sections end where those of the linear layer at hand begin.
+    // Sections end where those of the current linear layer begin.
     const float* saved = layer.saved;
     float* grads = layer.grads;
     for (int i = 0; i < per_layer; ++i) {
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
         }
       }
       if (grads) grads -= s.batch * width;
-      __syncthreads();  // what this layer reads has been written, what it writes has been read
+      __syncthreads();  // what this layer reads is written, and what it overwrites has been read
       if (index < until) continue;
       const float* from = last ? p.grads : hidden(place);
       float* const to = hidden(place - 1 + 2);

@@ -1,18 +1,18 @@
-// smfr on CUDA tensors: a stack of MFNNRs in three launches where smfr.cu can serve it, else layer by layer.
+// smfr on CUDA tensors: a stack of MFNNRs in three launches if smfr.cu can handle it, else layer by layer.
 #include "image_binding.h"
 #include "../cpu/mfnnr_kernel.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
 
-// Parameters and tensors of one layer; nothing is cast but a temperature that is not fp32.
+// Parameters and tensors of one layer; only a temperature that is not fp32 is cast.
 struct LayerTensors {
   MfnnrSizes sizes;
   RoutingArguments routing;
   std::vector<Tensor> params;  // route, update
 };
 
-// Contiguous, or, of a tensor with copies in front, contiguous within each and the same for all: then its step is 0.
+// Contiguous; or, for a tensor with copies in front that all share one, contiguous within it and with step 0.
 Tensor contiguous(const Tensor& tensor, int64_t copies) {
   if (!copies || tensor.stride(0) != 0) return tensor.contiguous();
   return tensor.select(0, 0).contiguous().expand(tensor.sizes());
@@ -24,7 +24,7 @@ std::vector<Tensor> contiguous(TensorList route, TensorList update, int64_t copi
   }
   return result;
 }
-// From one copy to the next.
+// The distance from one copy to the next.
 int64_t step_of(const Tensor& tensor, int64_t copies) { return copies && tensor.defined() ? tensor.stride(0) : 0; }
 
 std::vector<int64_t> each_copy(int64_t copies, std::vector<int64_t> sizes) {
@@ -84,7 +84,7 @@ Stack<T, W> stack_of(const Tensor& x, const std::vector<StackedLayer>& layers, b
 std::vector<LayerTensors> tensors_of(const Tensor& x, const std::vector<StackedLayer>& layers, int64_t mode,
                                      bool context, const LowType& low) {
   std::vector<LayerTensors> result;
-  Tensor input = x;  // only sizes are read off it
+  Tensor input = x;  // used for its sizes only
   for (const StackedLayer& layer : layers) {
     const MfnnrSizes sizes = check_mfnnr(input, layer.route, layer.update, context, low);
     result.push_back({sizes, RoutingArguments(x, layer.tau, layer.tau_value, layer.seed, mode, sizes.copies),
@@ -110,10 +110,10 @@ void dispatch_stack(at::ScalarType type, const std::vector<StackedLayer>& layers
 
 }  // namespace
 
-// By sizes alone, and by what the GPU has.
+// Decided by sizes alone and by the shared memory of the GPU.
 bool stack_fits(const Tensor& x, const std::vector<StackedLayer>& layers) {
   if (x.scalar_type() == at::kDouble || layers.size() > kStackLayers) return false;
-  Stack<float> stack{};  // has the largest weights
+  Stack<float> stack{};  // the type with the largest weights
   stack.depth = static_cast<int>(layers.size());
   stack.d = static_cast<int>(x.size(-1));
   stack.m = static_cast<int>(x.size(-2));
@@ -241,7 +241,7 @@ std::vector<StackedLayer> layers_of(const Tensor& x, TensorList params, int64_t 
                                     TensorList seeds, bool context, const LowType& low) {
   check_smfr(params, fnn_tensors, taus, seeds);
   std::vector<StackedLayer> layers;
-  Tensor input = x;  // only sizes are read off it
+  Tensor input = x;  // used for its sizes only
   const size_t count = static_cast<size_t>(fnn_tensors);
   for (size_t at = 0, l = 0; at < params.size(); at += 2 * count, ++l) {
     layers.push_back({params.slice(at, count), params.slice(at + count, count),
@@ -253,7 +253,7 @@ std::vector<StackedLayer> layers_of(const Tensor& x, TensorList params, int64_t 
   return layers;
 }
 
-// How many layers are served together: as many as a launch takes, or all, layer by layer, if they do not fit.
+// How many layers are handled together: as many as fit a launch, or all if they do not fit and run layer by layer.
 size_t layers_together(const Tensor& x, const std::vector<StackedLayer>& layers) {
   const size_t most = std::min<size_t>(kStackLayers, kStackLinears / std::max<size_t>(1, layers[0].route.size()));
   int64_t m = x.size(-2);

@@ -1,11 +1,11 @@
-// What is known of the linear layers of a stack before it begins: places, sizes, the order of the weights. See smfr.cuh.
+// Plans of the linear layers of a stack, made before it starts: places, sizes, order of the weights. See smfr.cuh.
 #pragma once
 
 #include "smfr_activations.cuh"
 
 namespace fastmod::cuda {
 
-// ---- copies: each has rows of blocks of its own, on grid.y
+// ---- copies: each has its own blocks on grid.y
 
 template <typename T, typename W>
 __device__ inline int64_t copy_of(const Stack<T, W>& s) {
@@ -27,7 +27,7 @@ __device__ inline Blocks<T> input_of(const Stack<T, W>& s, int layer) {
   const int64_t bytes = s.x.wide ? 4 : sizeof(T);
   return {static_cast<const unsigned char*>(s.x.first) + copy_of(s) * s.x_step * bytes, s.x.wide};
 }
-// The layer with this copy's places; m: blocks that it reads.
+// The layer with its pointers moved to this copy; m: blocks that it reads.
 template <typename T, typename W>
 __device__ inline StackLayer<T> layer_of(const Stack<T, W>& s, int index, int m) {
   StackLayer<T> own = s.layer[index];
@@ -45,7 +45,7 @@ __device__ inline StackLayer<T> layer_of(const Stack<T, W>& s, int index, int m)
   return own;
 }
 
-// Launches `launch(stack, copies)` for all of them.
+// Calls launch(stack, copies) for all copies.
 template <typename T, typename W, typename Launch>
 cudaError_t for_copies(Stack<T, W> stack, Launch launch) {
   return by_copies(stack.copies, [&](int64_t first, unsigned count) {
@@ -56,9 +56,9 @@ cudaError_t for_copies(Stack<T, W> stack, Launch launch) {
 
 // ---- the order in which weights are used
 
-// One linear layer as a warp meets it: `columns` results. Forward, the sums run over two parts of the weight's inputs,
-// `depth[i]` of them from `first[i]` on, each in chunks of its own: update FNNs read [routed ; x], while x comes first in
-// shared memory. Backward they run over the rows of the weight.
+// One linear layer from the view of a warp: `columns` results. Forward, the sums run over two parts of the weight's
+// inputs, `depth[i]` of them from `first[i]` on, each in its own chunks: update FNNs read [routed ; x], but x comes
+// first in shared memory. Backward they run over the rows of the weight.
 struct Step {
   int columns, depth[2], first[2];
   __device__ int chunks() const { return chunks_of(depth[0]) + chunks_of(depth[1]); }
@@ -77,20 +77,20 @@ __device__ inline Step step_of(const Stack<T, W>& s, int linear, bool need_x) {
   }
 }
 
-// Sums of so few terms, in which nothing averages out, are given three more products: of the low parts, and of the last
-// bit of each factor, which tensor cores do not look at.
+// Errors do not average out in sums of so few terms. These get three more products: of the low parts, and of the last
+// bit of each factor, which tensor cores ignore.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kFewTerms = 0;  // there factors are whole, see mma_by_shuffles
+constexpr int kFewTerms = 0;  // factors are exact there, see mma_by_shuffles
 #else
 constexpr int kFewTerms = 32;
 #endif
-// Of high and low parts, for each product of a sum: weights of 16 bits have no low part.
+// How many products of high and low parts each product of a sum takes: 16-bit weights have no low part.
 template <typename T>
 __device__ inline int products_of(int terms, bool precise) {
   return sizeof(T) < 4 ? 2 : !precise ? 1 : terms <= kFewTerms ? 6 : 3;
 }
 
-// A part of the sums of a linear layer as the stream of its weights meets it.
+// A part of the sums of a linear layer, for the stream of its weights.
 template <typename W>
 struct alignas(16) PartPlan {
   const W* weight;  // forward: the part's first input of output 0; backward: all
@@ -100,18 +100,18 @@ struct alignas(16) PartPlan {
   int more;      // parts that follow
   int together;  // neighbours that can be copied at once
 };
-// What is known of a linear layer, reckoned once per block and kept in shared memory.
+// The plan of a linear layer, computed once per block and kept in shared memory.
 template <typename T, typename W>
 struct alignas(16) LinearPlan {
   PartPlan<W> part[2];
   const W* bias;
-  int terms;     // of a sum
-  int products;  // of tensor cores for each, see multiply
-  short units[2], half[2];  // of each part of the sums: units of two chunks, and of one at its end
-  float share;           // to be given back of the first unit
-  // Forward only. Places are those of the block's first row.
+  int terms;     // per sum
+  int products;  // of tensor cores per term, see multiply
+  short units[2], half[2];  // per part of the sums: units of two chunks, and of one chunk at its end
+  float share;           // what truncation takes from the first unit, to compensate for
+  // Forward only. Pointers and places are those of the block's first row.
   float* saved;  // null if nothing is kept
-  T* logits;     // of the last linear layer of an FNN, for those outputs from `before` on
+  T* logits;     // in the last linear layer of an FNN, for the outputs from `before` on
   int width, before;
   int from, to;  // activations, in bytes of shared memory
   int end;       // kRouteEnd, kUpdateEnd: the last of an FNN
@@ -149,7 +149,7 @@ __device__ inline void plan_linear(const Stack<T, W>& s, int linear, bool need_x
   plan->products = products_of<T>(plan->terms, s.precise);
   plan->share = plan->terms <= kExactDepth ? 0.0f : kCutOff * (2 * step.chunks() - 1);
 }
-// By loads of 16 bytes.
+// Read by loads of 16 bytes.
 template <typename Plan>
 __device__ inline Plan read_plan(const Plan* from) {
   union {

@@ -7,7 +7,7 @@ namespace fastmod::cuda {
 
 __device__ inline uint32_t last_bit(uint32_t rest) { return tf32_rest(__uint_as_float(rest), rest & 0xffffe000u); }
 
-// Where it is written, in place of ahead of all branches.
+// A zero that nvcc sets where it is written, instead of ahead of all branches.
 __device__ inline float zero() {
   float value = 0.0f;
 #if defined(__CUDA_ARCH__)
@@ -16,7 +16,7 @@ __device__ inline float zero() {
   return value;
 }
 
-// Products by shuffles are long code: one form of them has to do.
+// Products by shuffles are long code, so there is only one form of them.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr bool kOneForm = true;
 #else
@@ -27,15 +27,16 @@ struct alignas(16) Four32 {
   float v[4];
 };
 
-// sum of activations [row][k] times weights, for kTiles x 8 columns: result[tile][as mma.cuh has d]. kProducts of high
-// and low parts. `low` and all low parts have the other sign: so the low part of a weight, made larger by what its
-// products will be cut off by, is one fma, high - (1 + share) weight. Of others that is added between a unit's chunks.
+// Sums of activations [row][k] times weights, for kTiles x 8 columns: result[tile][like d in mma.cuh], from kProducts
+// products of high and low parts. `low` and all low parts have the opposite sign. Thereby one fma, high - (1 + share)
+// weight, makes the low part of a weight and compensates for the truncation of its products. For other weights the
+// compensation is added between a unit's chunks.
 template <int kProducts, int kTiles, typename T, typename W, bool kBackward>
 __device__ inline void multiply(WeightStream<T, W, kBackward>& stream, const float* activations,
                                 const LinearPlan<T, W>& plan, float (&result)[2][4]) {
   constexpr bool kSplit = sizeof(T) == 4, kGrown = kProducts == 3;
   const auto* from = reinterpret_cast<const Four32*>(activations) + stream.lane;
-  const float cut_off = !kGrown && plan.terms <= kExactDepth ? 0.0f : 2.0f * kCutOff;  // of a chunk
+  const float cut_off = !kGrown && plan.terms <= kExactDepth ? 0.0f : 2.0f * kCutOff;  // per chunk
   float low[2][4], less = -plan.share;
   const auto add_chunk = [&](auto is_first, const float(&w)[2][4], float grown) {
     constexpr bool kFirst = decltype(is_first)::value;
@@ -118,7 +119,8 @@ __device__ inline void multiply(WeightStream<T, W, kBackward>& stream, const flo
   for (int j = 0; j < 8; ++j) result[j / 4][j % 4] = j < 4 * kTiles ? result[j / 4][j % 4] - low[j / 4][j % 4] : 0.0f;
 }
 
-// Again, in the plain order, what came out not finite. Activations begin with part 0, part 1 follows in chunks of its own.
+// Recomputes a sum that was not finite, in plain order. Activations begin with part 0; part 1 follows in its own
+// chunks.
 template <bool kBackward, typename T, typename W>
 __device__ inline float plain_sum(const LinearPlan<T, W>& plan, const float* activations, int row, int column) {
   const int in = plan.part[0].stride / static_cast<int>(sizeof(W)), depth = plan.part[0].depth;
@@ -134,9 +136,9 @@ __device__ inline float plain_sum(const LinearPlan<T, W>& plan, const float* act
   return sum;
 }
 
-// One linear layer, of a warp that has columns of it: emit(column, value, at) for value[2][2][2], two pairs of neighbouring columns, from `column` and
-// from `column` + pairs_apart on, of rows g and g + 8: those of the last 16 columns that lie beyond the layer are zeros.
-// at: where they lie among activations that begin at `to`.
+// One linear layer, for a warp that has columns of it. Calls emit(column, value, at) with value[2][2][2]: two pairs of
+// neighbouring columns, from `column` and from `column` + pairs_apart on, of rows g and g + 8; columns beyond the layer
+// are zeros. at: their place among the activations that begin at `to`.
 template <bool kBackward>
 constexpr int pairs_apart = kBackward ? 2 : 8;
 template <typename T, typename W, bool kBackward, typename Emit>

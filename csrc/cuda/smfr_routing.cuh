@@ -25,7 +25,8 @@ struct RoutingColumn {
     if (!(tau > 0.0f)) tau = NAN;  // as in multiplex.cuh
     seed = layer.seed ? *layer.seed : 0;
   }
-  // Logits -> scores, in place; stride: from one m to the next, in memory and in the noise, which begins at `index`.
+  // Logits -> scores, in place; stride: between one m and the next, in memory and in the noise, which begins at
+  // `index`.
   __device__ Extremes scores(C* column, int count, int stride, int64_t index) const {
     Extremes found{-C(INFINITY), C(0), 0};
 #pragma unroll 1
@@ -52,7 +53,7 @@ struct RoutingColumn {
     for (int m = 0; m < kFew; ++m) {
       value[m] = -C(INFINITY);
       if (m < count) value[m] = column[m * stride] / tau;
-      top = value[m] > top ? value[m] : top;  // a NaN makes the sum one
+      top = value[m] > top ? value[m] : top;  // a NaN makes the sum NaN
     }
 #pragma unroll
     for (int m = 0; m < kFew; ++m) {
@@ -81,7 +82,7 @@ struct RoutingColumn {
       *at = mode == kSoftmax ? *at / found.sum : hard(at == chosen, found);
     }
   }
-  // One-hot, or NaN throughout where the softmax would be: top - top is NaN for a NaN or an infinity.
+  // One-hot, or NaN where the softmax would be NaN: top - top is NaN for a NaN or an infinity.
   __device__ C hard(bool chosen, const Extremes& found) const { return (chosen ? C(1) : C(0)) + (found.top - found.top); }
   __device__ C soft(C score, const Extremes& found) const { return exponential(score - found.top) / found.sum; }
   __device__ C forward_weight(C score, int m, const Extremes& found) const {

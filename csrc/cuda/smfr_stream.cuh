@@ -1,4 +1,4 @@
-// Weights of a stack on their way to the lanes that multiply them. See smfr.cuh.
+// Streams the weights of a stack to the lanes that multiply them. See smfr.cuh.
 #pragma once
 
 #include "smfr_plan.cuh"
@@ -12,8 +12,7 @@ struct alignas(4 * sizeof(T)) Weights4 {
 template <typename T>
 constexpr int kSlotBytes = kStages * kUnitChunks * 2 * kStackThreads * static_cast<int>(sizeof(Weights4<T>));
 
-// Four weights of W from shared memory, kOffset bytes behind an address, and a copy of as many to it: one instruction
-// each.
+// Reads four weights from shared memory, kOffset bytes behind an address, and copies four there: one instruction each.
 template <int kOffset, typename W>
 __device__ inline Weights4<W> read_unit(SharedAddress address) {
 #if defined(__CUDA_ARCH__)
@@ -36,7 +35,7 @@ __device__ inline Weights4<W> read_unit(SharedAddress address) {
   return *reinterpret_cast<const Weights4<W>*>(address + kOffset);
 #endif
 }
-// kFrom: numbers behind `from`.
+// kFrom: offset from `from` in numbers.
 template <int kOffset, int kFrom, typename W>
 __device__ inline void copy_unit(SharedAddress address, const W* from, int size) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -55,31 +54,31 @@ __device__ inline void copy_unit(SharedAddress address, const W* from, int size)
 #endif
 }
 
-// Copies the weights that this lane will need, by units of two chunks, or one at the end of a part of the sums: wait,
-// commit and the turn of the slots cost as much as a chunk's copies. A chunk's: forward [two tiles][four inputs] of
-// column g of each tile, backward [two k steps][two rows of the weight][two neighbouring columns].
+// Copies the weights that this lane will need, in units of two chunks, or of one at the end of a part of the sums, as
+// wait, commit and the switch of slots cost as much as copying a chunk. Weights of a chunk: forward [two tiles][four
+// inputs] of column g of each tile, backward [two k steps][two rows of the weight][two neighbouring columns].
 template <typename T, typename W, bool kBackward>
 struct WeightStream {
   static constexpr int kFour = 4 * static_cast<int>(sizeof(W)), kHalf = kStackThreads * kFour;  // bytes
   static constexpr int kChunk = 2 * kHalf, kUnit = kUnitChunks * kChunk;
   static_assert(kStages == 2 && kUnitChunks == 2, "two slots take turns");
   using Plan = LinearPlan<T, W>;
-  const Plan *plan, *const end;         // of the layer at hand, of that where the stream ends
+  const Plan *plan, *const end;         // of the current layer, and of the layer where the stream ends
   unsigned char* const slots;           // this thread's, [stage][chunk][half], kHalf apart
   const SharedAddress address;          // the same
-  SharedAddress slot;                   // that whose unit comes next
+  SharedAddress slot;                   // the slot whose unit is next
   const int lane, first_column, g, t4;  // of this thread, of its warp; lane / 4, 4 * (lane % 4)
-  const int64_t own_bytes;              // where this lane's inputs, backward its columns, begin
-  const int own_column, place;          // of a result: in 16 columns; of the warp's first, among activations
+  const int64_t own_bytes;              // offset of this lane's inputs, backward of its columns
+  const int own_column, place;          // of a result: column within 16; place of the warp's first among activations
   int both_slots;                       // their sum
   int column, columns;
   int more;                // parts of these sums that follow
-  int plain;               // units of this part before the last, all there
-  int left;                // of the part after those: inputs from this lane's first on; backward rows of the weight
+  int plain;               // full units of this part before the last one
+  int left;                // in the part after those: inputs from this lane's first on; backward rows of the weight
   int size[2];             // forward: what to copy for each tile; backward: columns from this lane's first on
   int together;            // neighbours that can be copied at once; 0 at the end
   int64_t stride;          // backward: from one row of the weight to the next
-  const W *from, *second;  // forward: of each tile
+  const W *from, *second;  // forward: one per tile
 
   __device__ WeightStream(const Plan* plans, void* memory, int first, int end_)
       : plan(plans + first), end(plans + end_),
@@ -100,7 +99,7 @@ struct WeightStream {
     for (int i = 0; i < kStages; ++i) next();
   }
 
-  // The first layer from here on in which this warp has columns; at the end nothing is copied.
+  // Moves to the next layer (or this one) in which this warp has columns; at the end nothing is copied.
   __device__ void seek() {
     for (; plan != end; plan += kBackward ? -1 : 1) {
       if (first_column < plan->part[0].columns) return begin(plan->part);
@@ -129,7 +128,7 @@ struct WeightStream {
       size[1] = row + 8 < columns ? kFour : 0;
     }
   }
-  // What follows this part.
+  // Moves to what follows this part.
   __device__ void advance() {
     if (more) return begin(plan->part + 1);
     column += kStackWarps * kPairColumns;
@@ -139,7 +138,7 @@ struct WeightStream {
     seek();
   }
 
-  // To number `at` of a unit, kHalf bytes further on for every four. Nothing is read unless `inside`.
+  // Copies to number `at` of a unit, kHalf bytes further for every four. Nothing is read unless `inside`.
   template <int kCount>
   __device__ void copy(int at, const W* source, bool inside) const {
     const int offset = at / 4 * kHalf + at % 4 * static_cast<int>(sizeof(W));
@@ -219,7 +218,7 @@ struct WeightStream {
 #endif
   }
 
-  // The oldest unit, of kCount chunks, whose place the next one takes.
+  // Reads the oldest unit, of kCount chunks, whose place the next one takes.
   template <int kCount>
   __device__ void take(float (&w)[kCount][2][4]) {
     wait_copies<kStages - 1>();

@@ -1,13 +1,14 @@
-// Gradients of all weights and biases of a stack in one launch: a block has kTile x kTile of one weight and walks the
-// whole batch, so that no sum is shared by blocks. Blocks after those add up the gradients of the temperatures.
+// Gradients of all weights and biases of a stack in one launch: a block has kTile x kTile of one weight and walks
+// through the whole batch, so that no sum is shared between blocks. Further blocks add up the gradients of the
+// temperatures.
 #include "smfr.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 constexpr int kTile = 64;
-constexpr int kRowsStep = 32;      // rows of the batch in shared memory at a time: half of the warps takes each half
-constexpr int kPitch = kTile + 8;  // lanes of a fragment, 4 rows x 8 columns, on banks of their own
+constexpr int kRowsStep = 32;      // rows of the batch in shared memory at a time: one half for each half of the warps
+constexpr int kPitch = kTile + 8;  // lanes of a fragment, 4 rows x 8 columns, use different banks
 constexpr int kBuffer = kRowsStep * kPitch;
 
 __host__ __device__ inline int tiles_of(int size) { return (size + kTile - 1) / kTile; }
@@ -17,7 +18,7 @@ __host__ __device__ inline int blocks_of(const StackLinear<W>& linear) {
   return tiles_of(linear.out) * tiles_of(linear.in);
 }
 
-// Columns of a matrix [batch][width], of fp32 or what a layer reads.
+// Columns of a matrix [batch][width], either fp32 or the blocks that a layer reads.
 template <typename T>
 struct Columns {
   const float* wide;
@@ -28,7 +29,7 @@ struct Columns {
   }
 };
 
-// One tile's factors: grads [batch, out], and inputs, which for the first layer of an update FNN are [routed ; x].
+// The factors of one tile: grads [batch, out], and inputs, which for the first layer of an update FNN are [routed ; x].
 template <typename T>
 struct Factors {
   Columns<T> grads, inputs, more;
@@ -48,7 +49,7 @@ __device__ inline Factors<T> factors_of(const Stack<T, W>& s, int index) {
   const Columns<T> none{nullptr, kNone, 0};
   Columns<T> x{nullptr, input_of(s, l), m * s.d};
   if constexpr (sizeof(T) == 4) x.wide = static_cast<const float*>(x.blocks.first);
-  const float *saved = layer.saved, *grads = layer.grads, *before = nullptr;  // before: what the layer at hand reads
+  const float *saved = layer.saved, *grads = layer.grads, *before = nullptr;  // before: what the current layer reads
   for (int i = 0; i < own; ++i) {
     const int64_t section = s.batch * s.linear[l * per_layer + i].out;
     before = saved;
@@ -69,7 +70,7 @@ __device__ inline Factors<T> factors_of(const Stack<T, W>& s, int index) {
   return f;
 }
 
-// Rows row0 .. row0 + kRowsStep of columns column0 .. column0 + kTile, zeros where there are none.
+// Loads rows row0 .. row0 + kRowsStep of columns column0 .. column0 + kTile, zeros where there are none.
 template <typename T>
 __device__ inline void load(const Columns<T>& from, int64_t batch, int64_t row0, int column0, int to_column, int count,
                             float* to) {
@@ -145,7 +146,7 @@ __device__ inline void multiply(const float* grads, const float* inputs, bool pr
       const uint32_t rest[4] = {a[i][0].low, a[i][1].low, a[i][2].low, a[i][3].low};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float part[4] = {};  // zero in the last rows, which must not count as cut off
+        float part[4] = {};  // zero in the last rows, where no truncation must be compensated for
         mma(type, part, high, b[j][0].high, b[j][1].high);
         if (precise) {
           mma(type, low[i][j], rest, b[j][0].high, b[j][1].high);
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
   load_step(f, 0, out0, in0, buffer(0, 0), buffer(0, 1));
   for (int64_t step = 0; step < steps; ++step) {
     wait_copies<0>();
-    __syncthreads();  // these rows have come; those before are done with
+    __syncthreads();  // these rows have arrived; the previous ones are no longer needed
     if (step + 1 < steps) load_step(f, (step + 1) * kRowsStep, out0, in0, buffer(step + 1, 0), buffer(step + 1, 1));
     const float* grads = buffer(step, 0);
     if (in0 == 0) {
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     }
   }
 
-  __syncthreads();  // the buffers are free: for the sums of the second half of the warps, and for the bias
+  __syncthreads();  // the buffers are free and take the sums of the second half of the warps, and the bias
   float* sums = memory + 1024;
   memory[threadIdx.x] = bias;
   const int own = (warp % 4 * kWarp + lane) * 33;
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
     const int i = in0 + in_at + e / 4 % 4 * 8 + lane % 4 * 2 + e % 2;
     if (o >= linear.out || i >= linear.in) continue;
     float value = total[e / 16][e / 4 % 4][e % 4] + sums[own + e];
-    if (!finite(value)) {  // split in two, what is not finite is not a number: again, in the plain order
+    if (!finite(value)) {  // splitting a factor that is not finite gives NaN: recompute in plain order
       value = 0;
 #pragma unroll 1
       for (int64_t row = 0; row < s.batch; ++row) value += f.grads.at(row, o) * f.input(row, i);

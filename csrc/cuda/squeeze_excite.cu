@@ -1,16 +1,16 @@
-// squeeze_excite: the pool of norm_pool, then two small layers with batch norm over the batch, by the block of an expert
-// that comes last; the backward of the layers, one block an expert.
+// squeeze_excite: the pool of norm_pool, then two small layers with batch norm over the batch, computed by the last
+// block of each expert to finish; in the backward of the layers one block per expert.
 #include "norm_pool.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
 constexpr int kThreads = kPoolThreads;
-constexpr int kEach = 4;  // rows of a product that a thread has at once: they share what it reads of the other factor
+constexpr int kEach = 4;  // rows of a product per thread: they share what it reads of the other factor
 
 constexpr int kShort = 8;
 
-// to(i, j, sum over k of a(i, k) * b(k, j)). Neighbouring threads have neighbouring j.
+// Calls to(i, j, sum over k of a(i, k) * b(k, j)). Neighbouring threads have neighbouring j.
 template <typename C, typename A, typename B, typename To>
 __device__ inline void products(int64_t rows, int columns, int64_t depth, A a, B b, To to) {
   const int64_t items = (rows + kEach - 1) / kEach * columns;
@@ -18,7 +18,7 @@ __device__ inline void products(int64_t rows, int columns, int64_t depth, A a, B
     const int64_t group = quotient(item, columns), i = group * kEach;
     const int j = static_cast<int>(item - group * columns);
     C sum[kEach] = {};
-    for (int64_t begin = 0; begin < depth; begin += kShort) {  // short sums, then their sum, lose fewer digits
+    for (int64_t begin = 0; begin < depth; begin += kShort) {  // short sums lose fewer digits
       const int64_t end = begin + kShort < depth ? begin + kShort : depth;
       C part[kEach] = {};
       for (int64_t k = begin; k < end; ++k) {
@@ -39,7 +39,7 @@ __device__ inline void products(int64_t rows, int columns, int64_t depth, A a, B
   __syncthreads();
 }
 
-// Sum of value(b) over the batch: short sums, then their sum.
+// Sum of value(b) over the batch, in short partial sums.
 template <typename C, typename Value>
 __device__ inline C sum_over(int64_t batch, Value value) {
   C total = 0;
@@ -54,8 +54,8 @@ __device__ inline C sum_over(int64_t batch, Value value) {
   return total;
 }
 
-// Statistics over the batch of values [batch, columns] of one expert, and what follows from them. In fp64, here and in the
-// backward: differences cancel under a large scale, and it is little work.
+// Statistics over the batch of values [batch, columns] of one expert, with scale and shift. In fp64, here and in the
+// backward: differences cancel before they are multiplied by a large scale, and it is little work.
 template <typename C>
 __device__ inline void normalise(const C* values, C* mean, C* var, const BatchNorm<C>& norm, int expert, int columns,
                                  int64_t batch) {
@@ -74,7 +74,7 @@ __device__ inline void normalise(const C* values, C* mean, C* var, const BatchNo
   __syncthreads();
 }
 
-// A weight [rows, columns] into shared memory as [columns][pitch]: no two lanes meet in a bank, neither way.
+// Loads a weight [rows, columns] into shared memory as [columns][pitch], without bank conflicts in either direction.
 template <typename C>
 __device__ inline void transpose(const C* weight, C* to, int rows, int columns, int pitch) {
   for (int i = threadIdx.x; i < rows * columns; i += kThreads) to[i % columns * pitch + i / columns] = weight[i];
@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// values: gradients of a batch norm's results [batch, columns] -> of its inputs, in place; and of its parameters.
+// Turns the gradient of a batch norm's results, `values` [batch, columns], into that of its inputs, in place; also
+// computes those of its parameters.
 template <typename C>
 __device__ inline void normalise_backward(C* values, const C* inputs, const C* var, const BatchNorm<C>& norm,
                                           C* grad_weight, C* grad_bias, int expert, int columns, int64_t batch) {

@@ -1,13 +1,13 @@
-// squeeze_excite on CUDA tensors: arguments laid out, outputs allocated, kernels launched and checked.
+// squeeze_excite on CUDA tensors: arguments brought into layout, outputs allocated, kernels launched and checked.
 #include "image_binding.h"
 
 namespace fastmod::cuda::bindings {
 namespace {
 
-constexpr size_t kLayers = 6;  // weight, norm's weight and bias, of both layers
+constexpr size_t kLayers = 6;  // weight, norm's weight and norm's bias of both layers
 
-// x [B, E, C, H, W], scale and shift [E, C]; layers: weight1 [E, R, C], norm's weight and bias [E, R], weight2 [E, C, R],
-// norm's weight and bias [E, C], all in the dtype of the sums. Alive as long as the pointers to them.
+// x [B, E, C, H, W], scale and shift [E, C]; layers: weight1 [E, R, C], norm's weight and bias [E, R], weight2 [E, C,
+// R], norm's weight and bias [E, C], all in the dtype of the sums. Keeps them alive as long as the pointers to them.
 struct Excite {
   SumShape shape;
   int squeezed;
@@ -38,7 +38,7 @@ struct Excite {
       check(layers_[i], sizes[i], "layers");
       layers[i] = expert_rows(layers_[i]);
     }
-    for (const size_t i : {1, 4}) {  // one gap for both of a norm
+    for (const size_t i : {1, 4}) {  // both parameters of a norm must have the same gap
       if (gap_of(layers[i]) == gap_of(layers[i + 1])) continue;
       layers[i] = layers[i].contiguous();
       layers[i + 1] = layers[i + 1].contiguous();
@@ -72,7 +72,7 @@ struct Kept {
   }
 };
 
-// running: mean and var of both batch norms, which move. -> gate [B, E, C], then what the backward reads
+// running: mean and var of both batch norms, which are updated. -> gate [B, E, C], then what the backward reads
 Results<12> squeeze_excite_forward(const Tensor& x, const Tensor& scale, const Tensor& shift, TensorList layers,
                                    TensorList running, at::ArrayRef<double> momentum, at::ArrayRef<double> eps) {
   const c10::cuda::OptionalCUDAGuard guard(x.device());
@@ -118,7 +118,7 @@ Results<12> squeeze_excite_forward(const Tensor& x, const Tensor& scale, const T
   return spread_out(found, std::make_index_sequence<12>());
 }
 
-// kept: what the forward returned after the gate. -> gradients of x, scale, shift and of the layers
+// kept: what the forward returned after the gate. -> gradients of x, scale, shift and the layers
 std::vector<Tensor> squeeze_excite_backward(const Tensor& grad_, const Tensor& x, const Tensor& scale,
                                             const Tensor& shift, TensorList layers, TensorList kept_,
                                             at::ArrayRef<double> eps) {

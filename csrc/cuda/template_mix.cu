@@ -1,7 +1,7 @@
 // template_mix on tensor cores: out = weights @ bank, gradients in one pass over the gradient of out.
 //
-// Weights come from logits in every block's prologue; blocks are so few that reading logits, and writing and reading
-// what each found of the gradient of the weights, is little beside the bank.
+// Every block computes the weights from logits first. There are so few blocks that reading logits, and writing and
+// reading their partial gradients of the weights, is little traffic compared with the bank.
 #include "template_mix.cuh"
 
 namespace fastmod::cuda {
@@ -9,17 +9,17 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kColumns = 32;                  // of a warp in the forward, of a block in the backward
-constexpr int kTemplates = 32;                // that a lane holds at a time
-constexpr int kMaxShared = 63 * 1024;         // of the smallest GPU served
+constexpr int kColumns = 32;                  // per warp in the forward, per block in the backward
+constexpr int kTemplates = 32;                // templates that a lane holds at a time
+constexpr int kMaxShared = 63 * 1024;         // of the smallest GPU supported
 constexpr int kLeastBlocks = 64, kMostBlocks = 1024;
-constexpr double kOverhead = 0.045;           // what blocks may read and write beside bank and gradients, of all bytes
+constexpr double kOverhead = 0.045;           // fraction of bytes that blocks may add to those of bank and gradients
 
 __host__ __device__ inline int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// ---- forward: a warp has 32 columns of the bank, of which lane (g, t) reads four neighbours, 4 g .. 4 g + 3, of the
-// templates that are its share of the depth. Column 4 c + n of the tile is column c of product n, so that a lane ends up
-// with eight neighbours of each row: 8 t .. 8 t + 7.
+// ---- forward: a warp has 32 columns of the bank, of which lane (g, t) reads four neighbours, 4 g .. 4 g + 3, for the
+// templates of its share of the depth. Column 4 c + n of the tile is column c of product n, so that a lane gets eight
+// neighbours of each row: 8 t .. 8 t + 7.
 
 template <typename T>
 __device__ inline void read_bank(const T* bank, const MixShape& shape, int64_t column, int first, bool vector,
@@ -49,7 +49,7 @@ __device__ inline void read_bank(const T* bank, const MixShape& shape, int64_t c
   }
 }
 
-// Rows first .. first + group of the weights as units [row][step], zeros beyond the last.
+// Computes rows first .. first + group of the weights as units [row][step], zeros beyond the last.
 template <typename T>
 __device__ inline void weights_by_rows(const T* logits, const MixShape& shape, int64_t first, int group, int steps,
                                        uint4* units) {
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t tiles = (shape.size + kColumns - 1) / kColumns;
   uint4 b[kSteps][4];
   for (int64_t first = 0; first < shape.rows; first += group) {
-    __syncthreads();  // the weights before have been read
+    __syncthreads();  // the previous weights have been read
     weights_by_rows(logits, shape, first, group, steps, weights);
     __syncthreads();
     const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ---- backward: a block has 32 columns at a time, of the gradient and of the bank, in shared memory
 
-constexpr int kTiles = 8;  // of the gradient of the weights, 16 x 8, that a warp holds at most
+constexpr int kTiles = 8;  // the most 16 x 8 tiles of the weights' gradient that a warp holds
 
 template <typename T>
 struct Backward {
@@ -133,7 +133,7 @@ struct Backward {
         end(bank + templates * kPitch * static_cast<int>(sizeof(T))) {}
 };
 
-// Units [template][step over the rows].
+// Computes the weights as units [template][step over the rows].
 template <typename T>
 __device__ inline void weights_by_templates(const T* logits, const MixShape& shape, const Backward<T>& layout,
                                             uint4* units) {
@@ -160,7 +160,7 @@ __device__ inline void weights_by_templates(const T* logits, const MixShape& sha
   }
 }
 
-// kOfLane numbers, `apart` elements from one to the next.
+// Reads kOfLane numbers that are `apart` elements apart.
 template <typename T>
 __device__ inline uint4 unit_from(const T* from, int apart) {
   float v[kOfLane<T>];
@@ -189,14 +189,14 @@ __device__ inline void bank_tile(const uint4* weights, const T* grad, const Back
   }
 }
 
-// Adds the part of these columns to 16 rows x 8 templates of grad @ bank^T.
+// Adds the contribution of these columns to 16 rows x 8 templates of grad @ bank^T.
 template <typename T>
 __device__ inline void weight_tile(const T* grad, const T* bank, int row0, int k0, float (&sum)[4]) {
   constexpr int kPitch = Backward<T>::kPitch;
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   float total[1][4] = {}, low[1][4] = {};
 #pragma unroll 1
-  for (int at = 0; at < kColumns; at += kDepth<T>) {  // not unrolled: kTiles of these follow one another
+  for (int at = 0; at < kColumns; at += kDepth<T>) {  // not unrolled, as there are kTiles of these in a row
     const int own = at + t * kOfLane<T>;
     const uint4 b[1] = {unit_from(bank + (k0 + g) * kPitch + own, 1)};
     multiply<T, true>(unit_from(grad + (row0 + g) * kPitch + own, 1), unit_from(grad + (row0 + g + 8) * kPitch + own, 1),
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     commit_copies();
     wait_copies<0>();
-    __syncthreads();  // the columns have come, and the weights
+    __syncthreads();  // the columns have arrived, and the weights are complete
     if (grad_bank) {
       for (int i = warp; i < layout.templates / 16 * (kColumns / 8); i += kWarps) {
         bank_tile(weights, held_grad, layout, i / (kColumns / 8) * 16, i % (kColumns / 8) * 8, column, shape, grad_bank);
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (i < weight_tiles) weight_tile(held_grad, held_bank, i / across * 16, i % across * 8, sums[j]);
       }
     }
-    __syncthreads();  // these columns are done with
+    __syncthreads();  // these columns are no longer needed
   }
   if (!partials) return;
   float* own = partials + blockIdx.x * shape.rows * shape.templates;
@@ -262,7 +262,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// A block per row adds the parts up in a fixed order and goes on to the logits. The sum takes the place of the first part.
+// One block per row adds up the partial sums in a fixed order and computes the gradient of the logits. The sum
+// overwrites the first part.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(Compute<T>* partials, int64_t parts, const T* logits, T* grad_logits,
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t part = warp; k < shape.templates && part < parts; part += kWarps) {
       total += partials[part * all + row + k];
     }
-    __syncthreads();  // the sums before have been read
+    __syncthreads();  // the previous sums have been read
     sums[threadIdx.x] = total;
     __syncthreads();
     if (warp > 0 || k >= shape.templates) continue;
@@ -309,7 +310,7 @@ int64_t blocks_within(double numbers, double of_each, int64_t most) {
   return blocks < most ? blocks : most;
 }
 
-// Rows whose weights fit into shared memory; 0: not even sixteen do.
+// How many rows of weights fit into shared memory; 0 if not even sixteen do.
 template <typename T>
 int64_t group_of(const MixShape& shape) {
   const int64_t row = rounded_up(shape.templates, kDepth<T>) / kOfLane<T> * 16, fit = kMaxShared / row / 16 * 16;

@@ -1,4 +1,4 @@
-// Weights of templates from logits, and the products that mixtures are made of.
+// Weights of templates from logits, and the matrix products of mixtures.
 #pragma once
 
 #include "rows.cuh"
@@ -8,12 +8,12 @@ namespace fastmod::cuda {
 __device__ inline float hyperbolic_tangent(float value) { return tanhf(value); }
 __device__ inline double hyperbolic_tangent(double value) { return tanh(value); }
 
-// Of one row of logits. All lanes of a warp call the constructor, and know the same afterwards but for the logits, of
-// which each has those at lane, lane + 32 and so on: the first is read once.
+// One row of logits. All lanes of a warp call the constructor and then hold the same values, except for the logits:
+// each lane has those at lane, lane + 32 and so on, and keeps the first one so that it is read only once.
 template <typename T>
 struct Mixture {
   using C = Compute<T>;
-  const T* logits;  // null: all weights are 0
+  const T* logits;  // if null, all weights are 0
   int64_t count;
   int mixing;
   C first, largest, total;
@@ -32,12 +32,12 @@ struct Mixture {
       const C other = __shfl_xor_sync(kAllLanes, largest, offset);
       if (other > largest) largest = other;
     }
-    for (int64_t k = lane; k < count; k += kWarp) total += exponential(at(k) - largest);  // a NaN is in it
+    for (int64_t k = lane; k < count; k += kWarp) total += exponential(at(k) - largest);  // includes any NaN
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(kAllLanes, total, offset);
   }
   __device__ C at(int64_t k) const { return k < kWarp ? first : widen(logits[k]); }
-  // Of one of this lane's templates; 0 beyond the last.
+  // The weight of one of this lane's templates; 0 beyond the last.
   __device__ C weight(int64_t k) const {
     if (!logits || k >= count) return 0;
     const C value = at(k);
@@ -46,10 +46,10 @@ struct Mixture {
   }
 };
 
-// What a lane holds of a row or of a column in one instruction: kOfLane neighbours, of each a high and a low part.
-// Words x and y: high parts, z and w: low parts. fp32 is made of two tf32 numbers. Numbers of 16 bits are a high part alone,
-// and their low part is themselves if finite, else 0: it meets the low parts of weights, which are fp32 and made of
-// two numbers of 16 bits.
+// What a lane holds of a row or a column in one instruction: kOfLane neighbours, each with a high part (words x and y)
+// and a low part (z and w). fp32 is split into two tf32 numbers. 16-bit numbers need only a high part. Their low part
+// is the number itself if finite, else 0; it is multiplied by the low parts of weights, which are fp32 and split into
+// two 16-bit numbers.
 template <typename T>
 constexpr int kOfLane = sizeof(T) == 4 ? 2 : 4;
 template <typename T>
@@ -85,9 +85,9 @@ __device__ inline uint4 unit_of_weights(const float (&v)[4], T* type) {
           half_word(low[2], low[3], type)};
 }
 
-// total + low += a b, kN tiles of 16 x 8 with the same a: units of rows g and g + 8. kExact: numbers of 16 bits on both
-// sides, whose high parts are all there is. Sums of fp32 leave the tensor cores after each product, as those round
-// towards zero.
+// total + low += a b, for kN tiles of 16 x 8 with the same a: units of rows g and g + 8. kExact: both factors are
+// 16-bit numbers and have high parts only. fp32 sums leave the tensor cores after each product, as those round towards
+// zero.
 template <typename T, bool kExact, int kN>
 __device__ inline void multiply(const uint4& a0, const uint4& a1, const uint4 (&b)[kN], float (&total)[kN][4],
                                 float (&low)[kN][4]) {
@@ -109,20 +109,20 @@ __device__ inline void multiply(const uint4& a0, const uint4& a1, const uint4 (&
   }
 }
 
-// Where the unit of a row and step lies that lane t of four reads: of rows with an even number of units of 64 bytes two
-// neighbours would be in each other's way.
+// Place of the unit that lane t of four reads for a row and step. Two neighbouring rows with an even number of units of
+// 64 bytes would have bank conflicts.
 __device__ inline int unit_at(int row, int step, int steps, int t) {
   return (row * steps + (steps % 2 == 0 ? step ^ (row & 1) : step)) * 4 + t;
 }
 
-// ---- template_mix_plain.cu: fp64, and sizes that the kernels on tensor cores have no room for
+// ---- template_mix_plain.cu: fp64, and sizes that do not fit the kernels on tensor cores
 
 template <typename T>
 int64_t plain_mix_parts(MixShape shape);
 template <typename T>
 cudaError_t plain_mix_forward(const T* logits, const T* bank, T* out, Compute<T>* weights, MixShape shape,
                               cudaStream_t stream);
-// Each of partials [parts, rows, templates] and grad_bank may be null.
+// partials [parts, rows, templates] and grad_bank may each be null.
 template <typename T>
 cudaError_t plain_mix_backward(const T* grad, const T* logits, const T* bank, Compute<T>* weights,
                                Compute<T>* partials, T* grad_bank, MixShape shape, cudaStream_t stream);

@@ -1,4 +1,5 @@
-// template_mix without tensor cores: fp64, and sizes that those kernels have no room for. Columns side by side.
+// template_mix without tensor cores: for fp64, and for sizes that do not fit the kernels on tensor cores. Neighbouring
+// threads take neighbouring columns.
 #include "template_mix.cuh"
 
 namespace fastmod::cuda {
@@ -6,9 +7,9 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRows = 8;        // results of a thread
-constexpr int kPart = 1024;     // columns whose part of the gradient of the weights is summed up by one warp
-constexpr int kRun = 8;         // of a lane at a time: short sums, then their sum, lose fewer digits
+constexpr int kRows = 8;        // results per thread
+constexpr int kPart = 1024;     // columns that one warp sums up for the gradient of the weights
+constexpr int kRun = 8;         // terms of a lane per partial sum: short sums lose fewer digits
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // out [count, size] = sum over `depth` of weights[i * across + d * along] * from[d, size]; a thread has kRows rows of a
-// column. The block's rows lie on grid axis x, so that there may be many.
+// column. Groups of rows are on grid axis x, which allows many.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     product_kernel(const Compute<T>* weights, const T* from, T* out, int64_t count, int64_t depth, int64_t across,
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// partials [parts, rows, templates]: a warp per number.
+// partials [parts, rows, templates]: one warp per number.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     dots_kernel(const T* grad, const T* bank, Compute<T>* partials, const __grid_constant__ MixShape shape) {
