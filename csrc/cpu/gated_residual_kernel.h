@@ -71,7 +71,8 @@ void gated_residual_backward(const GatedResidualArgs<T>& args, int64_t begin, in
           args.grad_fresh[at + i] = open[r] * grad;
           beside[i % 8] += grad * (args.fresh[at + i] - args.x[at + i]);
         }
-        sum += ((beside[0] + beside[1]) + (beside[2] + beside[3])) + ((beside[4] + beside[5]) + (beside[6] + beside[7]));
+        sum +=
+            ((beside[0] + beside[1]) + (beside[2] + beside[3])) + ((beside[4] + beside[5]) + (beside[6] + beside[7]));
       }
       args.grad_gate[first + r] = sum * open[r] * shut[r];
     }

@@ -28,7 +28,8 @@ struct Problem {
 
   Problem(const Tensor& x_, at::TensorList params, double eps)
       : at(params.size()), x(channels_last(x_)), first(params[1], params[2], values(x_), eps),
-        inner(params[4], params[5], values(x_), eps), last(params[at.project + 1], params[at.project + 2], values(x_), eps) {
+        inner(params[4], params[5], values(x_), eps),
+        last(params[at.project + 1], params[at.project + 2], values(x_), eps) {
     const int64_t lanes = kernels<VectorKernels<T>>().lanes;
     args.batch = x_.size(0);
     args.tasks = x_.size(1);
@@ -209,7 +210,8 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> inverted_residual_forward(const 
           const int64_t i = t * norm->channels + c;
           to[0] = norm->mean.template const_data_ptr<T>()[i];
           to[tasks * total] = norm->var.template const_data_ptr<T>()[i];
-          to[2 * tasks * total] = static_cast<T>(to[tasks * total] * (norm->count > 1 ? norm->count / (norm->count - 1) : 1));
+          to[2 * tasks * total] =
+              static_cast<T>(to[tasks * total] * (norm->count > 1 ? norm->count / (norm->count - 1) : 1));
         }
     return {in_type(y, x.scalar_type()), stats, saved};
   });
@@ -338,8 +340,9 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
 
     // Depthwise convolution and expansion.
     const Tensor expand = readable(params[0]).reshape({tasks, expanded, channels});
+    const T* expand_scale = problem.first.scale.template const_data_ptr<T>();
     args.expand_grad_weight =
-        problem.keep(padded<T>(expand, expanded, channels, args.narrow_columns, false, problem.first.scale.template const_data_ptr<T>()))
+        problem.keep(padded<T>(expand, expanded, channels, args.narrow_columns, false, expand_scale))
             .template const_data_ptr<T>();
     args.grad_expand = problem.fresh({problem.parts, tasks, matrix});
     args.grad_taps = problem.fresh({problem.parts, tasks, 9, args.columns});
@@ -348,7 +351,8 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
     problem.in_parts(6 * problem.product_cycles(), [&](auto... unit) { kernel.expand_grad(args, unit...); });
     problem.add_parts(args.grad_expand, tasks * matrix);
     problem.add_parts(args.grad_taps, tasks * 9 * args.columns);
-    T *input_factors = problem.fresh({tasks, channels, args.narrow_columns}), *input_shift = problem.fresh({tasks, channels});
+    T* input_factors = problem.fresh({tasks, channels, args.narrow_columns});
+    T* input_shift = problem.fresh({tasks, channels});
     std::fill(input_factors, input_factors + tasks * channels * args.narrow_columns, T(0));
     std::vector<T> of_norm(3 * expanded);
     std::vector<double> row(channels), shift(channels), square(channels * channels);
@@ -358,14 +362,16 @@ std::vector<Tensor> inverted_residual_backward(const Tensor& grad, const Tensor&
       const auto sums = batch_sums(args.expand_sums + t * expanded, batch, tasks * expanded, expanded);
       std::vector<double> products(expanded, 0.0);  // with the centred expansion (w times the centred input)
       for (int64_t m = 0; m < expanded; ++m)
-        for (int64_t i = 0; i < channels; ++i) products[m] += double(products_of[i * args.columns + m]) * w[m * channels + i];
+        for (int64_t i = 0; i < channels; ++i)
+          products[m] += double(products_of[i * args.columns + m]) * w[m * channels + i];
       problem.first.backward(t, sums.data(), products.data(), of_norm.data(), out(1), out(2));
       std::fill(shift.begin(), shift.end(), 0.0);
       std::fill(square.begin(), square.end(), 0.0);
       T* grad_w = out(0) + t * expanded * channels;
       for (int64_t m = 0; m < expanded; ++m) {
         const T* own = w + m * channels;
-        const double scale = of_norm[m], constant = -scale * of_norm[expanded + m], slope = -scale * of_norm[2 * expanded + m];
+        const double scale = of_norm[m], constant = -scale * of_norm[expanded + m];
+        const double slope = -scale * of_norm[2 * expanded + m];
         std::fill(row.begin(), row.end(), 0.0);
         for (int64_t i = 0; i < channels; ++i)
           for (int64_t j = 0; j < channels; ++j) row[j] += double(own[i]) * covariance[i * channels + j];

@@ -64,7 +64,8 @@ Tensor inverted_residual_inference(const Tensor& x_, at::TensorList params, at::
     args.y = y.data_ptr<T>();
     // [T, rows, depth] -> [T, depth, rows up to whole vectors]
     const auto packed = [&](size_t at, int64_t rows, int64_t depth) {
-      return keep(padded<T>(readable(params[at]).reshape({args.tasks, rows, depth}), rows, depth, columns(rows), true, nullptr));
+      return keep(padded<T>(readable(params[at]).reshape({args.tasks, rows, depth}), rows, depth, columns(rows), true,
+                            nullptr));
     };
     args.expand = packed(0, args.expanded, args.channels);
     args.taps = packed(3, args.expanded, 9);

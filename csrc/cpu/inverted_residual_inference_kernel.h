@@ -21,8 +21,8 @@ namespace fastmod::cpu::FASTMOD_ISA {
 template <typename T, typename Act>
 FASTMOD_INLINE void affine_row(int64_t count, const T* scale, const T* bias, T* values, const Act& act) {
   by_vectors<T>(count, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
-    store_lanes(values + c, act(load_lanes(scale + c, left) * load_lanes(values + c, left) + load_lanes(bias + c, left)),
-                left);
+    store_lanes(values + c,
+                act(load_lanes(scale + c, left) * load_lanes(values + c, left) + load_lanes(bias + c, left)), left);
   });
 }
 
@@ -84,8 +84,8 @@ void inverted_residual_inference(const InvertedResidualArgs<T>& args, int64_t im
   });
   normalise_and_pool(args, task, z, mean);
   if (args.squeeze) squeeze_excite(args, task, z, mean, mean + args.columns);
-  multiply(args.pixels(), expanded, z, args.project + task * expanded * args.narrow_columns, args.narrow_columns, channels,
-           y, channels);
+  multiply(args.pixels(), expanded, z, args.project + task * expanded * args.narrow_columns, args.narrow_columns,
+           channels, y, channels);
   by_vectors<T>(channels, [&](int64_t c, auto left) FASTMOD_INLINE_LAMBDA {
     const Vec<T> scale = load_lanes(args.scale + task * channels + c, left);
     const Vec<T> bias = load_lanes(args.bias + task * channels + c, left);

@@ -51,17 +51,21 @@ template <typename T>
 struct InvertedResidualKernels {
   int64_t (*scratch)(const InvertedResidualArgs<T>&);
   void (*mean)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
-  void (*covariance)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task, T* scratch);
+  void (*covariance)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task,
+                     T* scratch);
   void (*expand)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
   void (*pool)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
   void (*project)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
   void (*sum)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
   void (*grad_sums)(const InvertedResidualArgs<T>&, int64_t image, int64_t task);
-  void (*project_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task, T* scratch);
-  void (*expand_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task, T* scratch);
+  void (*project_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task,
+                       T* scratch);
+  void (*expand_grad)(const InvertedResidualArgs<T>&, int64_t part, int64_t begin, int64_t end, int64_t task,
+                      T* scratch);
   void (*input_grad)(const InvertedResidualArgs<T>&, int64_t image, int64_t task, T* scratch);
   // out[rows, width] = source[rows, depth] weight[depth, columns]; sums[depth, columns] += source' grad[rows, width]
-  void (*multiply)(int64_t rows, int64_t depth, const T* source, const T* weight, int64_t columns, int64_t width, T* out);
+  void (*multiply)(int64_t rows, int64_t depth, const T* source, const T* weight, int64_t columns, int64_t width,
+                   T* out);
   void (*add_products)(int64_t rows, int64_t depth, const T* source, const T* grad, int64_t width, T* sums,
                        int64_t columns);
 };
@@ -139,7 +143,8 @@ void multiply(int64_t pixels, int64_t depth, const T* source, const T* weight, i
 
 // The same for dense rows, for the table of kernels.
 template <typename T>
-void multiply_rows(int64_t rows, int64_t depth, const T* source, const T* weight, int64_t columns, int64_t width, T* out) {
+void multiply_rows(int64_t rows, int64_t depth, const T* source, const T* weight, int64_t columns, int64_t width,
+                   T* out) {
   multiply<T>(rows, depth, source, weight, columns, width, out, width);
 }
 template <typename T>
@@ -453,8 +458,9 @@ void inverted_residual_expand_grad(const InvertedResidualArgs<T>& args, int64_t 
       expand_group(args, task, centred, m, width, wide, padded, at.line);
       const T *inside = grads + at.line + kExpanded, *active = padded + at.line + kExpanded;
       for (int64_t y = 0; y < args.high; y += band)
-        depthwise_grad<T>(std::min(band, args.high - y), args.wide, width, 3, padded + y * at.line, inside + y * at.line,
-                          {kExpanded, kExpanded, at.line, at.line, kExpanded, at.line}, of_taps + m, args.columns);
+        depthwise_grad<T>(std::min(band, args.high - y), args.wide, width, 3, padded + y * at.line,
+                          inside + y * at.line, {kExpanded, kExpanded, at.line, at.line, kExpanded, at.line},
+                          of_taps + m, args.columns);
       Tap<T> taps[9];  // in reverse order, as a pixel of the input sees them
       for (int64_t t = 0; t < 9; ++t)
         taps[t] = {t / 3 * at.line + t % 3 * kExpanded, weight + (8 - t) * args.columns + m};
@@ -528,8 +534,8 @@ inline void check_inverted_residual(const at::Tensor& x, at::TensorList params, 
   check_float(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 5 && x.size(1) > 0 && x.size(2) > 0 && x.size(3) > 0 && x.size(4) > 0,
                     "x: expected [B, T, C, H, W], only B may be 0, got ", x.sizes());
-  TORCH_CHECK_VALUE(params.size() == 9 || params.size() == 15, "params: expected 9 tensors, or 15 with squeeze-excite, got ",
-                    params.size());
+  TORCH_CHECK_VALUE(params.size() == 9 || params.size() == 15,
+                    "params: expected 9 tensors, or 15 with squeeze-excite, got ", params.size());
   const bool wide = x.scalar_type() == at::kDouble;
   for (const at::Tensor& param : params) {
     check_float(param, "params");
@@ -547,8 +553,8 @@ inline void check_inverted_residual(const at::Tensor& x, at::TensorList params, 
                           params[at].numel() == count,
                       "params[", at, "]: expected ", sizes, ", got ", params[at].sizes());
     for (size_t i = at + 1; i < at + 3; ++i)
-      TORCH_CHECK_VALUE(params[i].sizes() == sizes.slice(0, 2), "params[", i, "]: expected ", sizes.slice(0, 2), ", got ",
-                        params[i].sizes());
+      TORCH_CHECK_VALUE(params[i].sizes() == sizes.slice(0, 2), "params[", i, "]: expected ", sizes.slice(0, 2),
+                        ", got ", params[i].sizes());
   };
   check(0, {tasks, expanded, channels});
   check(3, {tasks, expanded, 3, 3});

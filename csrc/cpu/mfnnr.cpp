@@ -190,7 +190,8 @@ std::vector<LayerResult> forward_stack(const Tensor& x, const std::vector<Layer>
     const int64_t kept[] = {copies, save ? s.rows * count * kTile : 0};
     inputs.push_back(results.empty() ? x : results.back().out);
     results.push_back({empty_wide(shape({s.out_blocks, s.block}), x), empty_wide(shape({s.in_blocks, s.out_blocks}), x),
-                       empty_wide(shape({s.out_blocks}), x), empty_wide(at::IntArrayRef(kept).slice(copies ? 0 : 1), x)});
+                       empty_wide(shape({s.out_blocks}), x),
+                       empty_wide(at::IntArrayRef(kept).slice(copies ? 0 : 1), x)});
   }
   penalty.assign(stack[0].size.nets(), 0.0);
   if (batch == 0) return results;

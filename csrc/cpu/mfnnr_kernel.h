@@ -118,7 +118,8 @@ template <typename T>
 struct MfnnrScratch {
   T *routing, *x, *grad_x, *blocks, *rows;
   static int64_t size(const MfnnrArgs<T>& a) {
-    return RoutingScratch<T, kTile>::size(a.size) + (2 * a.size.m * a.size.d + a.size.n * a.size.d + (a.saved ? 0 : a.rows)) * kTile;
+    return RoutingScratch<T, kTile>::size(a.size) +
+           (2 * a.size.m * a.size.d + a.size.n * a.size.d + (a.saved ? 0 : a.rows)) * kTile;
   }
   MfnnrScratch(const MfnnrArgs<T>& a, T* memory) {
     routing = memory;
@@ -145,7 +146,8 @@ void mfnnr_forward(const MfnnrArgs<T>& args, int64_t index, T* memory) {
   into_tile<kTile>(args.x + first * s.m * s.d, count, s.m * s.d, scratch.x);
   fnn_forward<T>(args.route, args.route_layers, columns, scratch.x, s.m * s.d, nullptr, tile);
   const T* logits = tile + args.route[args.route_layers - 1].row * kTile;
-  const Weights<T> weights = route_weights<kTile>(s, args.routing, first, count, logits, RoutingScratch<T, kTile>(s, scratch.routing));
+  const Weights<T> weights =
+      route_weights<kTile>(s, args.routing, first, count, logits, RoutingScratch<T, kTile>(s, scratch.routing));
   T* routed = tile + args.routed_row * kTile;
   multiplex_tile<kTile>(s, count, scratch.x, weights, routed);
   fnn_forward<T>(args.update, args.update_layers, columns, routed, s.n * s.d, scratch.x, tile);

@@ -272,7 +272,8 @@ struct ElementScratch {
 
 // Weights [M, N padded] of one batch element.
 template <typename T>
-FASTMOD_INLINE Weights<T> element_weights(const MultiplexArgs<T>& args, int64_t element, const ElementScratch<T>& scratch) {
+FASTMOD_INLINE Weights<T> element_weights(const MultiplexArgs<T>& args, int64_t element,
+                                          const ElementScratch<T>& scratch) {
   constexpr int lanes = kLanes<T>;
   const BlockSizes& s = args.size;
   const bool pick = args.routing.mode != Mode::kSoftmax, gumbel = args.routing.mode == Mode::kGumbel;

@@ -72,7 +72,8 @@ Tensor packed_for_input(const Tensor& weight, const Problem<T>& problem) {
   T* to = out.data_ptr<T>();
   for_each<T>(args.experts * taps, 4.0 * matrix, 0, weight, [&](int64_t index, T*) {
     const int64_t tap = index % taps, column = k == 3 && args.stride == 2 ? apart[tap % k] : k - 1 - tap % k;
-    const T* w = from + index / taps * args.cout * (args.depthwise ? 1 : args.cin) * taps + (k - 1 - tap / k) * k + column;
+    const T* w =
+        from + index / taps * args.cout * (args.depthwise ? 1 : args.cin) * taps + (k - 1 - tap / k) * k + column;
     T* row = to + index * matrix;
     for (int64_t o = 0; o < outputs; ++o, row += columns) {
       for (int64_t i = 0; i < args.cin; ++i) row[i] = w[(o * args.cin + i) * taps];
@@ -171,9 +172,12 @@ std::vector<Tensor> norm_conv_backward(const Tensor& grad, const OptionalTensor&
     const auto& kernel = kernels<NormConvKernels<T>>();
     const auto wide = [&](bool needed, at::IntArrayRef sizes) { return needed ? empty_wide(sizes, x) : Tensor(); };
     const Tensor g = channels_last(grad), w = readable(weight), yr = grad_var ? channels_last(*y) : Tensor();
-    const Tensor for_input = need_x || need_scale || need_shift || need_gate ? transformed(packed_for_input(w, problem), problem, args.cout * args.input_columns) : Tensor();
+    const Tensor for_input = need_x || need_scale || need_shift || need_gate
+                                 ? transformed(packed_for_input(w, problem), problem, args.cout * args.input_columns)
+                                 : Tensor();
     const int64_t bytes = args.experts * args.taps() * problem.matrix() * int64_t(sizeof(T));
-    const int64_t parts = std::max<int64_t>(std::min(args.batch, std::clamp<int64_t>(kPartBytes / bytes, 8, kMostParts)), 1);
+    const int64_t parts =
+        std::max<int64_t>(std::min(args.batch, std::clamp<int64_t>(kPartBytes / bytes, 8, kMostParts)), 1);
     const Tensor grad_x = need_x ? empty_images(x.sizes(), x) : Tensor();
     const Tensor grad_weight = wide(need_weight, {parts * bytes / int64_t(sizeof(T))});
     const Tensor grad_bias = wide(need_bias, {parts, args.experts, args.cout});

@@ -364,7 +364,8 @@ void finish_grad_row(const NormConvArgs<T>& args, const ConvUnit<T>& unit, const
 // A row of the gradient of z, [wide, cin], from the strip of y's gradient, whose first row is `first` - pad. grad_taps:
 // packed [E, rows, columns of taps, cout, columns], in the order in which the strip needs them.
 template <typename T>
-void grad_input_row(const NormConvArgs<T>& args, const T* weight, const T* strip, int64_t first, int64_t iy, T* grad_z) {
+void grad_input_row(const NormConvArgs<T>& args, const T* weight, const T* strip, int64_t first, int64_t iy,
+                    T* grad_z) {
   const int64_t k = args.kernel, pad = k / 2, line = grad_line(args);
   const int64_t matrix = args.depthwise ? args.input_columns : args.cout * args.input_columns;
   const int64_t s = args.stride;
@@ -458,7 +459,8 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
           fill_input(args, unit, first * s, (last - 1) * s + 1, inputs);
           T* sums = args.grad_weight + (part * args.experts + e) * taps * matrix;
           // A band of rows at a time, so that what the blocks of sums read repeatedly stays in L1.
-          const int64_t tiles = 2 * std::clamp<int64_t>(kWinogradTiles / ((args.out_wide + 1) / 2), 1, (args.out_high + 1) / 2);
+          const int64_t tiles =
+              2 * std::clamp<int64_t>(kWinogradTiles / ((args.out_wide + 1) / 2), 1, (args.out_high + 1) / 2);
           const int64_t band = args.winograd ? tiles : std::max<int64_t>(1, 128 / args.out_wide);
           for (int64_t y = first; y < last; y += band) {
             const int64_t high = std::min(band, last - y);
@@ -476,7 +478,8 @@ void norm_conv_backward(const NormConvArgs<T>& args, int64_t part, int64_t begin
                                    args.columns, scratch + at.patches, scratch + at.sums, ranges);
             else if (args.depthwise)
               depthwise_grad<T>(high, args.out_wide, args.cout, k, source, grad,
-                                {s * args.cin, args.cin, s * in_line, in_line, args.cout, out_line}, sums, args.columns);
+                                {s * args.cin, args.cin, s * in_line, in_line, args.cout, out_line}, sums,
+                                args.columns);
             else
               for (int64_t ky = 0; ky < k; ++ky)
                 conv_grad_run(k * args.cin, args.cout, args.columns, high, args.out_wide, source + ky * in_line,
@@ -530,12 +533,13 @@ inline void check_norm_conv(const at::Tensor& x, const at::Tensor& weight, const
   check_float(x, "x");
   check_like(x, weight, "weight");
   TORCH_CHECK_VALUE(stride == 1 || stride == 2, "stride: expected 1 or 2, got ", stride);
-  TORCH_CHECK_VALUE((x.dim() == 4 || x.dim() == 5) && weight.dim() == 5 && weight.size(3) == weight.size(4) &&
-                        (weight.size(3) == 1 || weight.size(3) == 3) && weight.numel() > 0 && x.size(-1) > 0 &&
-                        x.size(-2) > 0 && (x.dim() == 4 || x.size(1) == weight.size(0)) &&
-                        (depthwise ? weight.size(2) == 1 && weight.size(1) == x.size(-3) : weight.size(2) == x.size(-3)),
-                    "expected x [B, E, Cin, H, W] or [B, Cin, H, W] and weight ",
-                    depthwise ? "[E, C, 1, k, k]" : "[E, Cout, Cin, k, k]", ", got ", x.sizes(), " and ", weight.sizes());
+  TORCH_CHECK_VALUE(
+      (x.dim() == 4 || x.dim() == 5) && weight.dim() == 5 && weight.size(3) == weight.size(4) &&
+          (weight.size(3) == 1 || weight.size(3) == 3) && weight.numel() > 0 && x.size(-1) > 0 && x.size(-2) > 0 &&
+          (x.dim() == 4 || x.size(1) == weight.size(0)) &&
+          (depthwise ? weight.size(2) == 1 && weight.size(1) == x.size(-3) : weight.size(2) == x.size(-3)),
+      "expected x [B, E, Cin, H, W] or [B, Cin, H, W] and weight ",
+      depthwise ? "[E, C, 1, k, k]" : "[E, Cout, Cin, k, k]", ", got ", x.sizes(), " and ", weight.sizes());
   TORCH_CHECK_VALUE(scale.has_value() == shift.has_value(), "scale, shift: expected both or none");
   check_affine(x, scale, weight.size(0), "scale");
   check_affine(x, shift, weight.size(0), "shift");

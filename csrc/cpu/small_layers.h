@@ -9,7 +9,8 @@ namespace fastmod::cpu {
 
 // weight [T, rows, columns] -> [T, rows, width], or transposed [T, columns, width]; row r is multiplied by scale[t, r].
 template <typename T>
-at::Tensor padded(const at::Tensor& weight, int64_t rows, int64_t columns, int64_t width, bool transposed, const T* scale) {
+at::Tensor padded(const at::Tensor& weight, int64_t rows, int64_t columns, int64_t width, bool transposed,
+                  const T* scale) {
   const int64_t tasks = weight.size(0), lines = transposed ? columns : rows;
   const at::Tensor out = empty_wide({tasks, lines, width}, weight).zero_();
   const T* from = weight.const_data_ptr<T>();
@@ -17,7 +18,8 @@ at::Tensor padded(const at::Tensor& weight, int64_t rows, int64_t columns, int64
   for (int64_t t = 0; t < tasks; ++t, from += rows * columns, to += lines * width)
     for (int64_t r = 0; r < rows; ++r) {
       const T factor = scale ? scale[t * rows + r] : T(1);
-      for (int64_t c = 0; c < columns; ++c) to[transposed ? c * width + r : r * width + c] = factor * from[r * columns + c];
+      for (int64_t c = 0; c < columns; ++c)
+        to[transposed ? c * width + r : r * width + c] = factor * from[r * columns + c];
     }
   return out;
 }
@@ -64,8 +66,9 @@ struct Dense {
   Norm<T> norm;
 
   Dense(at::TensorList params, int64_t at, int64_t batch_, double eps)
-      : tasks(params[at].size(0)), batch(batch_), in(params[at].numel() / (tasks * params[at].size(1))), out(params[at].size(1)),
-        weight(readable(params[at])), norm(params[at + 1], params[at + 2], double(batch_), eps) {
+      : tasks(params[at].size(0)), batch(batch_), in(params[at].numel() / (tasks * params[at].size(1))),
+        out(params[at].size(1)), weight(readable(params[at])),
+        norm(params[at + 1], params[at + 2], double(batch_), eps) {
     const int64_t lanes = kernels<VectorKernels<T>>().lanes;
     in_columns = (in + lanes - 1) / lanes * lanes;
     out_columns = (out + lanes - 1) / lanes * lanes;

@@ -286,7 +286,8 @@ void transpose(const T* source, int64_t source_stride, int64_t rows, int64_t col
       const T* from = source + r * source_stride + c;
       T* to = target + c * target_stride + r;
       const int64_t height = std::min<int64_t>(lanes, rows - r), width = std::min<int64_t>(lanes, columns - c);
-      if (height == lanes && width == lanes) transpose_block<T, false>(from, source_stride, to, target_stride, lanes, lanes);
+      if (height == lanes && width == lanes)
+        transpose_block<T, false>(from, source_stride, to, target_stride, lanes, lanes);
       else transpose_block<T, true>(from, source_stride, to, target_stride, height, width);
     }
 }

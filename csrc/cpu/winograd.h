@@ -117,7 +117,8 @@ void winograd_weight_grads(const T* grads, int64_t count, T* out) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const Vec<T> first = load(grads + j * count + c), last = load(grads + (12 + j) * count + c);
-      const Vec<T> plus = T(0.5) * load(grads + (4 + j) * count + c), minus = T(0.5) * load(grads + (8 + j) * count + c);
+      const Vec<T> plus = T(0.5) * load(grads + (4 + j) * count + c);
+      const Vec<T> minus = T(0.5) * load(grads + (8 + j) * count + c);
       rows[0][j] = first + (plus + minus);
       rows[1][j] = plus - minus;
       rows[2][j] = (plus + minus) + last;

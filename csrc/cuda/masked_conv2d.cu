@@ -98,7 +98,8 @@ struct Block {
   __device__ void fill_table() const {
     const Axis &y = memory.axis[0], &x = memory.axis[1];
     for (int i = threadIdx.x; i < kChannels * class_taps; i += blockDim.x) {
-      const int channel = i / class_taps, tap = i - channel * class_taps, down = tap / x.taps, across = tap - down * x.taps;
+      const int channel = i / class_taps, tap = i - channel * class_taps;
+      const int down = tap / x.taps, across = tap - down * x.taps;
       const int offset = channel * p.source.channel + y.shift[down] * p.source.row + x.shift[across] * p.source.column;
       const int filter_tap = y.weight[down] * p.shape.kernel[1] + x.weight[across];
       memory.table[i] = {uint64_t(1) << tap, offset, filter_tap | channel << 8};
@@ -139,7 +140,8 @@ struct Block {
         bits &= ~15u;
 #pragma unroll 1
         for (int j = 0; j < kQuad; ++j) {
-          const uint32_t own = j < 2 ? (j == 0 ? words.word[0] : words.word[1]) : j == 2 ? words.word[2] : words.word[3];
+          const uint32_t own =
+              j < 2 ? (j == 0 ? words.word[0] : words.word[1]) : j == 2 ? words.word[2] : words.word[3];
           const float own_logit = j < 2 ? (j == 0 ? logit[0] : logit[1]) : j == 2 ? logit[2] : logit[3];
           if (static_cast<int32_t>(own >> 9) >= words_off(own_logit)) bits |= 1u << j;
         }

@@ -86,14 +86,16 @@ Images<T> images_of(const Tensor& images) {
 // In the layout of x, if it is contiguous or channels-last.
 Tensor empty_like_images(const Tensor& x, at::IntArrayRef sizes, at::ScalarType type) {
   const bool last = !x.is_contiguous() && x.is_contiguous(at::MemoryFormat::ChannelsLast);
-  return at::empty(sizes, x.options().dtype(type), last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+  return at::empty(sizes, x.options().dtype(type),
+                   last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
 }
 
 // Keeps the tensors alive as long as the pointers.
 struct Filters {
   Tensor weight, logits, bias, bias_logits;
   Filters(const Tensor& weight_, const Tensor& logits_, const OptionalTensor& bias_, const OptionalTensor& bias_logits_)
-      : weight(weight_.contiguous()), logits(logits_.contiguous()), bias(dense(bias_)), bias_logits(dense(bias_logits_)) {}
+      : weight(weight_.contiguous()), logits(logits_.contiguous()), bias(dense(bias_)),
+        bias_logits(dense(bias_logits_)) {}
   template <typename T>
   MaskedFilters<T> as() const {
     return {mixed<const T>(weight), mixed<const T>(logits), mixed<const T>(bias), mixed<const T>(bias_logits)};
@@ -115,7 +117,8 @@ Tensor masked_conv2d_forward(const Tensor& x_, const Tensor& weight, const Tenso
     using T = Element<decltype(type)>;
     if constexpr (sizeof(T) <= 4) {
       C10_CUDA_CHECK(cuda::masked_conv2d_forward<T>(images_of<const T>(x), filters.as<T>(), images_of<T>(out),
-                                                    convolution_tf32(), shape, noise, kStreamMaskBias, bindings::stream()));
+                                                    convolution_tf32(), shape, noise, kStreamMaskBias,
+                                                    bindings::stream()));
     }
   });
   return out;

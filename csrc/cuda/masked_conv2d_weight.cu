@@ -228,7 +228,8 @@ __global__ void __launch_bounds__(kWarp * kMaxDown * kMaxWide, 1) weight_kernel(
 #pragma unroll
       for (int i = 0; i < 8; i += 4) {
         if (vector) {
-          if (first + i < all) *reinterpret_cast<float4*>(to + i) = {value(i), value(i + 1), value(i + 2), value(i + 3)};
+          if (first + i < all)
+            *reinterpret_cast<float4*>(to + i) = {value(i), value(i + 1), value(i + 2), value(i + 3)};
         } else {
 #pragma unroll
           for (int j = i; j < i + 4; ++j) {

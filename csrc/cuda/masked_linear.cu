@@ -83,8 +83,8 @@ struct Block {
   static __device__ int slot_of(int major, int t) { return major * 4 + t; }
   static constexpr int kAcross = kMaxWarps * kColumns / kQuad;  // quads of columns
 
-  __device__ Block(const Problem<T, kBackward, kMixed>& p_, Memory<T>& memory_, int64_t copy, int64_t column0_, int64_t first_slab_,
-                   int64_t first_chunk)
+  __device__ Block(const Problem<T, kBackward, kMixed>& p_, Memory<T>& memory_, int64_t copy, int64_t column0_,
+                   int64_t first_slab_, int64_t first_chunk)
       : p(p_), memory(memory_), column0(column0_), first_slab(first_slab_), k(first_chunk * kDepth) {
     const int t = threadIdx.x % 4, own = threadIdx.x / 4;
     if constexpr (kBackward) {  // threads count columns first, then k
@@ -181,7 +181,8 @@ struct Block {
     for (int i = 0; i < 4; ++i) {
       if (i % 2 == 0 && i >= own_quads) break;
       const int valid = left > 0 ? inside : 0;
-      copy_quad<kVector>(memory.raw_weight[slot], either(valid > 0, from_weight, p.weight), valid);  // an address must be readable
+      // The address must be readable even if nothing is copied.
+      copy_quad<kVector>(memory.raw_weight[slot], either(valid > 0, from_weight, p.weight), valid);
       copy_quad<kVector>(memory.raw_logits[slot], either(valid > 0, from_logits, p.logits), valid);
       from_weight += weight_step;
       from_logits += weight_step;
@@ -313,7 +314,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int samples = static_cast<int>(first_sample + p.slabs.samples <= p.slabs.all_samples
                                            ? p.slabs.samples
                                            : p.slabs.all_samples - first_sample);  // may be negative
-  const unsigned char* own_rows = reinterpret_cast<unsigned char*>(&memory.rows[0][(local_slab * kSlabRows + g) * 4 + t]);
+  const unsigned char* own_rows =
+      reinterpret_cast<unsigned char*>(&memory.rows[0][(local_slab * kSlabRows + g) * 4 + t]);
   const Unit* rows = reinterpret_cast<const Unit*>(bytes + held(static_cast<int>(own_rows - bytes)));
   // Quad q of a lane belongs to tile q of the columns or, backward, to k = 4 t + q.
   constexpr int kNextSlot = (kBackward ? Own::kAcross : 8) * 4;

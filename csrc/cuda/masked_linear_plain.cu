@@ -56,7 +56,8 @@ __device__ void stage_masked(const double* weight, const double* logits, double*
 
 // Loads a piece [kHeight, kWide] of a matrix [rows, width] at (row0, column0); zero beyond the edges.
 template <int kHeight, int kWide, int kPitch>
-__device__ void stage(const double* matrix, double* staged, int64_t row0, int64_t column0, int64_t rows, int64_t width) {
+__device__ void stage(const double* matrix, double* staged, int64_t row0, int64_t column0, int64_t rows,
+                      int64_t width) {
   for (int e = threadIdx.x; e < kHeight * kWide; e += kThreads) {
     const int64_t row = row0 + e / kWide, column = column0 + e % kWide;
     staged[e / kWide * kPitch + e % kWide] = row < rows && column < width ? matrix[row * width + column] : 0.0;

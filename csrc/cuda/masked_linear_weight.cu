@@ -374,7 +374,8 @@ __global__ void __launch_bounds__(kWarp* kDown* kAcross, 1)
     if (p.near) {
       const auto group = static_cast<uint32_t>(index / kQuad);
 #pragma unroll
-      for (int q = 0; q < kQuads; ++q) words[q] = keys.near(group + static_cast<uint32_t>((at_of(q) - first_at) / kQuad));
+      for (int q = 0; q < kQuads; ++q)
+        words[q] = keys.near(group + static_cast<uint32_t>((at_of(q) - first_at) / kQuad));
     } else {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) words[q] = words_from(keys, index + static_cast<uint64_t>(at_of(q) - first_at));

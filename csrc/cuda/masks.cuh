@@ -130,7 +130,8 @@ class MaskKeys {
   __device__ PhiloxWords any(uint64_t group) const {
     uint32_t high, low;
     wide_product(first_[0] ^ static_cast<uint32_t>(group >> 32), kMultiplier0, &high, &low);
-    return rounds(static_cast<uint32_t>(group), (second_[0] + 0xBB67AE85u) ^ high, (second_[0] + 2 * 0xBB67AE85u) ^ low);
+    return rounds(static_cast<uint32_t>(group), (second_[0] + 0xBB67AE85u) ^ high,
+                  (second_[0] + 2 * 0xBB67AE85u) ^ low);
   }
 
  private:

@@ -241,8 +241,9 @@ __device__ inline void multiply_plain(const typename P::Left* left, const typena
 // arrived; emit(row, column, value) for every place of the tile, some of which may be beyond the result. A value that
 // is not finite is not to be trusted.
 template <typename P, typename T, typename R, typename Each, typename Emit>
-__device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, const Joined<R>& right, int64_t right_rows,
-                                    int64_t depth, int64_t row0, int64_t column0, bool precise, Each each, Emit emit) {
+__device__ inline void product_tile(const Joined<T>& left, int64_t left_rows, const Joined<R>& right,
+                                    int64_t right_rows, int64_t depth, int64_t row0, int64_t column0, bool precise,
+                                    Each each, Emit emit) {
   using C = typename P::C;
   FASTMOD_SHARED(uint4, memory, P::kBytes / 16 + 1);
   const auto left_at = [&](int64_t step) {

@@ -235,8 +235,8 @@ StackGrads wide_backward(const OptionalTensor& grad_out_, const OptionalTensor& 
                                             own.update.back(), data<C>(grad_penalty), static_cast<C>(threshold),
                                             layer.shape(), stream()));
       fnn_backward<T, W>(layer.update, kept.update, own.update, batch, allow_tf32);
-      const InputGrad<T> joined{nullptr,          data<C>(grad_routed),                       data<C>(grad_routed), nullptr,
-                                context ? data<C>(grad_x) : nullptr, values};
+      const InputGrad<T> joined{
+          nullptr, data<C>(grad_routed), data<C>(grad_routed), nullptr, context ? data<C>(grad_x) : nullptr, values};
       C10_CUDA_CHECK((mfnnr_linear_backward<T, W>(own.update[0], data<W>(layer.update[0]), joined, batch,
                                                   rows_of(layer.update[0]), columns_of(layer.update[0]), allow_tf32,
                                                   stream())));

@@ -13,7 +13,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                  const __grid_constant__ Routing<Compute<T>> routing, const __grid_constant__ Shape shape) {
   using C = Compute<T>;
   const int64_t row = blockIdx.x, width = shape.m * shape.n;
-  const int m_count = static_cast<int>(shape.m), n_count = static_cast<int>(shape.n), d_count = static_cast<int>(shape.d);
+  const int m_count = static_cast<int>(shape.m), n_count = static_cast<int>(shape.n);
+  const int d_count = static_cast<int>(shape.d);
   const RoutingColumn<C> column(routing);
   C* own = weights + row * width;
   for (int n = threadIdx.x; n < n_count; n += kThreads) {
@@ -116,10 +117,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     route_backward_kernel(const Compute<T>* grad_routed, const __grid_constant__ Blocks<T> x, const Compute<T>* logits,
                           Compute<T>* grad_logits, Compute<T>* weights, Compute<T>* grad_x, bool add,
                           Compute<T>* tau_partials, const __grid_constant__ Routing<Compute<T>> routing,
-                          const Compute<T>* grad_penalty, Compute<T> threshold, const __grid_constant__ Shape shape, int lanes) {
+                          const Compute<T>* grad_penalty, Compute<T> threshold, const __grid_constant__ Shape shape,
+                          int lanes) {
   using C = Compute<T>;
   const int64_t row = blockIdx.x, features = shape.m * shape.d;
-  const int m_count = static_cast<int>(shape.m), n_count = static_cast<int>(shape.n), d_count = static_cast<int>(shape.d);
+  const int m_count = static_cast<int>(shape.m), n_count = static_cast<int>(shape.n);
+  const int d_count = static_cast<int>(shape.d);
   const int width = m_count * n_count;
   const int lane = static_cast<int>(threadIdx.x) % lanes, groups = kThreads / lanes;
   const C* above = grad_routed + row * shape.n * shape.d;

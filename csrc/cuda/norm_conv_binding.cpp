@@ -97,7 +97,9 @@ struct Conv {
     return grad_x.defined() || grad_scale.defined() || grad_gate.defined() || grad_residual.defined();
   }
   bool needs_weight() const { return grad_weight.defined() || grad_bias.defined(); }
-  bool needs_norm() const { return of_norm_scale.defined() && (grad_norm_weight.defined() || grad_norm_bias.defined()); }
+  bool needs_norm() const {
+    return of_norm_scale.defined() && (grad_norm_weight.defined() || grad_norm_bias.defined());
+  }
 };
 
 // Scratch memory of one launch, divided among its convolutions: size(conv), then entry(conv, numbers, tickets).

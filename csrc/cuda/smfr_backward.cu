@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kStackThreads, 1)
       float* const to = hidden(place - 1 + 2);
       const int below = s.linear[index].in;
       const float* activations = place ? saved - s.batch * below : nullptr;  // before the linear layer
-      if (stream.first_column < plans[index].part[0].columns) linear_layer(stream, plans[index], from, to, [&](int first, float(&found)[2][2][2], float* at_first) {
+      const auto emit = [&](int first, float(&found)[2][2][2], float* at_first) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int half = i % 2, column = first + i / 2 * pairs_apart<true>;
@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(kStackThreads, 1)
         }
         if (place) put_at(at_first, found[0]);
         if (place) put_at(at_first + pairs_apart<true>, found[1]);
-      });
+      };
+      if (stream.first_column < plans[index].part[0].columns) linear_layer(stream, plans[index], from, to, emit);
       if (update && place == 0) saved -= s.batch * values;
     }
     __syncthreads();
@@ -214,8 +215,8 @@ cudaError_t smfr_backward(const Stack<T, W>& stack, const T* grad_out, const flo
   const unsigned tiles = blocks_for(stack.batch, kTileRows).x;
   return for_copies(stack, [&](const Stack<T, W>& some, unsigned copies) {
     const auto kernel = stack_backward_kernel<T, W>;
-    return FASTMOD_LAUNCH_LARGE(kernel, dim3(tiles, copies), kStackThreads, memory.bytes, stream, some, memory, grad_out,
-                                grad_penalty, grad_x, tau_partials);
+    return FASTMOD_LAUNCH_LARGE(kernel, dim3(tiles, copies), kStackThreads, memory.bytes, stream, some, memory,
+                                grad_out, grad_penalty, grad_x, tau_partials);
   });
 }
 

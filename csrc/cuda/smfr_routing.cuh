@@ -83,7 +83,9 @@ struct RoutingColumn {
     }
   }
   // One-hot, or NaN where the softmax would be NaN: top - top is NaN for a NaN or an infinity.
-  __device__ C hard(bool chosen, const Extremes& found) const { return (chosen ? C(1) : C(0)) + (found.top - found.top); }
+  __device__ C hard(bool chosen, const Extremes& found) const {
+    return (chosen ? C(1) : C(0)) + (found.top - found.top);
+  }
   __device__ C soft(C score, const Extremes& found) const { return exponential(score - found.top) / found.sum; }
   __device__ C forward_weight(C score, int m, const Extremes& found) const {
     return mode == kSoftmax ? soft(score, found) : hard(m == found.chosen, found);

@@ -16,8 +16,9 @@ struct Excite {
 
   Excite(const Tensor& x_, const Tensor& scale_, const Tensor& shift_, TensorList layers_) {
     check_float(x_, "x");
-    TORCH_CHECK_VALUE(x_.dim() == 5 && x_.size(3) * x_.size(4) > 0 && layers_.size() == kLayers && layers_[0].dim() == 3,
-                      "expected x [B, E, C, H, W] and six tensors of layers, got ", x_.sizes());
+    TORCH_CHECK_VALUE(
+        x_.dim() == 5 && x_.size(3) * x_.size(4) > 0 && layers_.size() == kLayers && layers_[0].dim() == 3,
+        "expected x [B, E, C, H, W] and six tensors of layers, got ", x_.sizes());
     const int64_t experts = x_.size(1), channels = x_.size(2);
     const at::ScalarType wide = compute_type(x_);
     squeezed = small(layers_[0].size(1), "squeezed channels");
@@ -82,7 +83,8 @@ Results<12> squeeze_excite_forward(const Tensor& x, const Tensor& scale, const T
   const auto wide = x.options().dtype(compute_type(x));
   const int64_t batch = own.shape.batch, experts = own.shape.experts, channels = own.shape.channels;
   const Tensor gate = at::empty({batch, experts, channels}, x.options());
-  std::vector<Tensor> found{at::empty({experts, batch, channels}, wide), at::empty({experts, batch, own.squeezed}, wide),
+  std::vector<Tensor> found{at::empty({experts, batch, channels}, wide),
+                            at::empty({experts, batch, own.squeezed}, wide),
                             at::empty({experts, batch, channels}, wide)};
   for (const int64_t columns : {static_cast<int64_t>(own.squeezed), channels}) {
     for (int i = 0; i < 4; ++i) {
@@ -101,9 +103,13 @@ Results<12> squeeze_excite_forward(const Tensor& x, const Tensor& scale, const T
     using C = Compute<T>;
     const auto norm = [&](size_t i, const Tensor& to_scale, const Tensor& to_shift, int columns) {
       const Tensor &weight = own.layers[3 * i + 1], &bias = own.layers[3 * i + 2];
-      return BatchNorm<C>{data<C>(weight),       data<C>(bias),     data<C>(moved[2 * i]), data<C>(moved[2 * i + 1]),
-                          data<C>(to_scale),     data<C>(to_shift), static_cast<C>(static_cast<double>(batch) / (batch - 1.0)),
-                          static_cast<C>(momentum[i]), static_cast<C>(eps[i]), nullptr, columns, gap_of(weight)};
+      const C bessel = static_cast<C>(static_cast<double>(batch) / (batch - 1.0));
+      return BatchNorm<C>{data<C>(weight),        data<C>(bias),
+                          data<C>(moved[2 * i]),  data<C>(moved[2 * i + 1]),
+                          data<C>(to_scale),      data<C>(to_shift),
+                          bessel,                 static_cast<C>(momentum[i]),
+                          static_cast<C>(eps[i]), nullptr,
+                          columns,                gap_of(weight)};
     };
     const Workspace space(x, {0, experts});
     C10_CUDA_CHECK(cuda::squeeze_excite_forward<T>(
@@ -149,7 +155,8 @@ std::vector<Tensor> squeeze_excite_backward(const Tensor& grad_, const Tensor& x
       found.eps = static_cast<C>(epsilon);
       return found;
     };
-    const Tensor scratch = at::empty({squeeze_excite_backward_scratch<T>(own.shape, own.squeezed)}, own.scale.options());
+    const Tensor scratch =
+        at::empty({squeeze_excite_backward_scratch<T>(own.shape, own.squeezed)}, own.scale.options());
     const ExciteGrads<C> grads{data<C>(result[3]), data<C>(result[4]), data<C>(result[5]),
                                data<C>(result[6]), data<C>(result[7]), data<C>(result[8])};
     C10_CUDA_CHECK(cuda::squeeze_excite_backward<T>(

@@ -199,8 +199,8 @@ __device__ inline void weight_tile(const T* grad, const T* bank, int row0, int k
   for (int at = 0; at < kColumns; at += kDepth<T>) {  // not unrolled, as there are kTiles of these in a row
     const int own = at + t * kOfLane<T>;
     const uint4 b[1] = {unit_from(bank + (k0 + g) * kPitch + own, 1)};
-    multiply<T, true>(unit_from(grad + (row0 + g) * kPitch + own, 1), unit_from(grad + (row0 + g + 8) * kPitch + own, 1),
-                      b, total, low);
+    multiply<T, true>(unit_from(grad + (row0 + g) * kPitch + own, 1),
+                      unit_from(grad + (row0 + g + 8) * kPitch + own, 1), b, total, low);
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) sum[j] += total[0][j] + low[0][j];
@@ -237,7 +237,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();  // the columns have arrived, and the weights are complete
     if (grad_bank) {
       for (int i = warp; i < layout.templates / 16 * (kColumns / 8); i += kWarps) {
-        bank_tile(weights, held_grad, layout, i / (kColumns / 8) * 16, i % (kColumns / 8) * 8, column, shape, grad_bank);
+        bank_tile(weights, held_grad, layout, i / (kColumns / 8) * 16, i % (kColumns / 8) * 8, column, shape,
+                  grad_bank);
       }
     }
     if (partials) {
