@@ -120,6 +120,17 @@ inline Tensor dense(const OptionalTensor& tensor) {
   return tensor && tensor->defined() ? tensor->contiguous() : Tensor();
 }
 
+// Gradients that are not needed stay undefined until the op returns them as empty tensors.
+inline std::vector<Tensor> all_defined(std::vector<Tensor> grads, const at::TensorOptions& options) {
+  for (Tensor& grad : grads)
+    if (!grad.defined()) grad = at::empty({0}, options);
+  return grads;
+}
+inline void zero_those_defined(const std::vector<Tensor>& grads) {
+  for (const Tensor& grad : grads)
+    if (grad.defined()) grad.zero_();
+}
+
 // ---- stacks of MFNNRs: smfr_binding.cpp handles those that fit into three launches, mfnnr_binding.cpp all others
 //
 // Parameters, x, temperatures and seeds may have a dimension of copies in front (MfnnrSizes); then results have it too.

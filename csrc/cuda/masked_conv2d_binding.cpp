@@ -166,10 +166,7 @@ std::vector<Tensor> masked_conv2d_backward(const Tensor& grad_, const Tensor& x_
                                              shape, noise, kStreamMaskBias, bindings::stream()));
     }
   });
-  std::vector<Tensor> result{grad_x, grad_weight, grad_logits, grad_bias, grad_bias_logits};
-  for (Tensor& tensor : result)
-    if (!tensor.defined()) tensor = at::empty({0}, x.options());
-  return result;
+  return all_defined({grad_x, grad_weight, grad_logits, grad_bias, grad_bias_logits}, x.options());
 }
 
 }  // namespace

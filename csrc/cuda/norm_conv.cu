@@ -457,25 +457,29 @@ bool fills(const Grouped<Task>& group) {
   return group.blocks >= kEnoughBlocks && group.bytes <= shared_limit() - kOwnShared;
 }
 
+template <typename T, typename Conv, typename Kernel>
+cudaError_t launch_together(const Conv* convs, int size, bool backward, bool allow_tf32, Kernel wide_kernel,
+                            Kernel kernel, cudaStream_t stream) {
+  if (on_two_sides(convs, size, backward)) {
+    const auto group = grouped<T, 2>(convs, size, allow_tf32);
+    if (fills(group)) {
+      return FASTMOD_LAUNCH_LARGE(wide_kernel, blocks_for(group.blocks, 1), 2 * kThreads,
+                                  static_cast<size_t>(group.bytes), stream, group.group);
+    }
+  }
+  const auto group = grouped<T, 1>(convs, size, allow_tf32);
+  if (!group.fits()) return cudaErrorInvalidValue;
+  return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads, static_cast<size_t>(group.bytes),
+                                stream, group.group);
+}
+
 template <typename T>
 cudaError_t norm_conv_forward(const ConvForward<T>* convs, int count, bool allow_tf32, cudaStream_t stream) {
   return in_groups<T>(
       convs, count,
       [&](const ConvForward<T>* own, int size) -> cudaError_t {
         if constexpr (sizeof(T) <= 4) {
-          if (on_two_sides(own, size, false)) {
-            const auto group = grouped<T, 2>(own, size, allow_tf32);
-            const auto kernel = wide_forward_kernel<T>;
-            if (fills(group)) {
-              return FASTMOD_LAUNCH_LARGE(kernel, blocks_for(group.blocks, 1), 2 * kThreads,
-                                          static_cast<size_t>(group.bytes), stream, group.group);
-            }
-          }
-          const auto group = grouped<T, 1>(own, size, allow_tf32);
-          if (!group.fits()) return cudaErrorInvalidValue;
-          const auto kernel = forward_kernel<T>;
-          return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads,
-                                        static_cast<size_t>(group.bytes), stream, group.group);
+          return launch_together<T>(own, size, false, allow_tf32, wide_forward_kernel<T>, forward_kernel<T>, stream);
         }
         return cudaErrorInvalidValue;
       },
@@ -488,19 +492,7 @@ cudaError_t norm_conv_backward_x(const ConvBackwardX<T>* convs, int count, bool 
       convs, count,
       [&](const ConvBackwardX<T>* own, int size) -> cudaError_t {
         if constexpr (sizeof(T) <= 4) {
-          if (on_two_sides(own, size, true)) {
-            const auto group = grouped<T, 2>(own, size, allow_tf32);
-            const auto kernel = wide_backward_x_kernel<T>;
-            if (fills(group)) {
-              return FASTMOD_LAUNCH_LARGE(kernel, blocks_for(group.blocks, 1), 2 * kThreads,
-                                          static_cast<size_t>(group.bytes), stream, group.group);
-            }
-          }
-          const auto group = grouped<T, 1>(own, size, allow_tf32);
-          if (!group.fits()) return cudaErrorInvalidValue;
-          const auto kernel = backward_x_kernel<T>;
-          return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads,
-                                        static_cast<size_t>(group.bytes), stream, group.group);
+          return launch_together<T>(own, size, true, allow_tf32, wide_backward_x_kernel<T>, backward_x_kernel<T>, stream);
         }
         return cudaErrorInvalidValue;
       },

@@ -129,46 +129,30 @@ __host__ __device__ inline int64_t affine_tickets(int64_t blocks, int64_t across
   return experts * across * reduce_tickets<kGroup>(blocks);
 }
 
-// ---- norm_conv_plain.cu: the same launches, any dtype, no tensor cores
+// ---- launches without tensor cores, each of one convolution
 
+// In namespaces of their own: FASTMOD_PLAIN_LAUNCHES(template <typename T>, T) declares them, and
+// FASTMOD_PLAIN_LAUNCHES(template, float, <float>) instantiates them.
+#define FASTMOD_PLAIN_LAUNCHES(Template, T, ...)                                            \
+  Template Scratch forward_scratch __VA_ARGS__(const ConvShape&);                           \
+  Template Scratch backward_x_scratch __VA_ARGS__(const ConvShape&);                        \
+  Template Scratch backward_weight_scratch __VA_ARGS__(const ConvShape&);                   \
+  Template cudaError_t forward __VA_ARGS__(const ConvForward<T>&, cudaStream_t);            \
+  Template cudaError_t backward_x __VA_ARGS__(const ConvBackwardX<T>&, cudaStream_t);       \
+  Template cudaError_t backward_weight __VA_ARGS__(const ConvBackwardWeight<T>&, cudaStream_t);
+
+// norm_conv_plain.cu: any dtype
 namespace plain {
-
-template <typename T>
-Scratch forward_scratch(const ConvShape& shape);
-template <typename T>
-Scratch backward_x_scratch(const ConvShape& shape);
-template <typename T>
-Scratch backward_weight_scratch(const ConvShape& shape);
-template <typename T>
-cudaError_t forward(const ConvForward<T>& conv, cudaStream_t stream);
-template <typename T>
-cudaError_t backward_x(const ConvBackwardX<T>& conv, cudaStream_t stream);
-template <typename T>
-cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stream);
-
+FASTMOD_PLAIN_LAUNCHES(template <typename T>, T)
 }  // namespace plain
 
-// ---- norm_conv_depthwise.cu: the same for depthwise 3x3 of stride 1 where experts do not share x
-
+// norm_conv_depthwise.cu: depthwise 3x3 of stride 1 where experts do not share x
 namespace depthwise {
-
 template <typename T>
 bool serves(const ConvShape& shape) {
   return sizeof(T) <= 4 && shape.depthwise && shape.kernel == 3 && shape.stride == 1 && !shape.shared;
 }
-template <typename T>
-Scratch forward_scratch(const ConvShape& shape);
-template <typename T>
-Scratch backward_x_scratch(const ConvShape& shape);
-template <typename T>
-Scratch backward_weight_scratch(const ConvShape& shape);
-template <typename T>
-cudaError_t forward(const ConvForward<T>& conv, cudaStream_t stream);
-template <typename T>
-cudaError_t backward_x(const ConvBackwardX<T>& conv, cudaStream_t stream);
-template <typename T>
-cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stream);
-
+FASTMOD_PLAIN_LAUNCHES(template <typename T>, T)
 }  // namespace depthwise
 
 }  // namespace fastmod::cuda

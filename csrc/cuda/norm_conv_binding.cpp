@@ -265,15 +265,10 @@ std::vector<Tensor> norm_conv_backward(const Tensor& grad, const OptionalTensor&
   if (conv.grad_var.defined()) conv.y = inner(y);
   if (conv.grad_var.defined()) conv.mean = dense(mean);
   run_backward(convs);
-  std::vector<Tensor> result{conv.grad_x,
-                             conv.grad_weight,
-                             needs[2] ? conv.grad_scale : Tensor(),
-                             needs[3] ? conv.grad_shift : Tensor(),
-                             conv.grad_gate,
-                             conv.grad_bias};
-  for (Tensor& tensor : result)
-    if (!tensor.defined()) tensor = at::empty({0}, x.options());
-  return result;
+  if (!needs[2]) conv.grad_scale = Tensor();
+  if (!needs[3]) conv.grad_shift = Tensor();
+  return all_defined(
+      {conv.grad_x, conv.grad_weight, conv.grad_scale, conv.grad_shift, conv.grad_gate, conv.grad_bias}, x.options());
 }
 
 // ---- several at once: see fastmod/ops/_norm_convs.py for what the lists hold

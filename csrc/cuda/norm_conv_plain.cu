@@ -283,16 +283,9 @@ cudaError_t backward_weight(const ConvBackwardWeight<T>& conv, cudaStream_t stre
   return FASTMOD_LAUNCH(backward_weight_kernel<T>, grid, kThreads, stream, conv, shape.out_high(), shape.out_wide());
 }
 
-#define FASTMOD_INSTANTIATE(T)                                                        \
-  template Scratch forward_scratch<T>(const ConvShape&);                              \
-  template Scratch backward_x_scratch<T>(const ConvShape&);                           \
-  template Scratch backward_weight_scratch<T>(const ConvShape&);                      \
-  template cudaError_t forward<T>(const ConvForward<T>&, cudaStream_t);               \
-  template cudaError_t backward_x<T>(const ConvBackwardX<T>&, cudaStream_t);          \
-  template cudaError_t backward_weight<T>(const ConvBackwardWeight<T>&, cudaStream_t);
-FASTMOD_INSTANTIATE(float)
-FASTMOD_INSTANTIATE(double)
-FASTMOD_INSTANTIATE(__half)
-FASTMOD_INSTANTIATE(__nv_bfloat16)
+FASTMOD_PLAIN_LAUNCHES(template, float, <float>)
+FASTMOD_PLAIN_LAUNCHES(template, double, <double>)
+FASTMOD_PLAIN_LAUNCHES(template, __half, <__half>)
+FASTMOD_PLAIN_LAUNCHES(template, __nv_bfloat16, <__nv_bfloat16>)
 
 }  // namespace fastmod::cuda::plain

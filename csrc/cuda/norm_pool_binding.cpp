@@ -51,8 +51,7 @@ std::vector<Tensor> norm_pool_backward(const Tensor& grad_, const Tensor& x, con
   const Tensor grad = grad_.contiguous();
   const Pool pool(x, scale, shift, relu);
   if (x.numel() == 0) {
-    for (Tensor& tensor : result)
-      if (tensor.defined()) tensor.zero_();
+    zero_those_defined(result);
   } else {
     dispatch(x.scalar_type(), [&](auto* type) {
       using T = Element<decltype(type)>;
@@ -63,9 +62,7 @@ std::vector<Tensor> norm_pool_backward(const Tensor& grad_, const Tensor& x, con
                                                  data<unsigned>(space.tickets), pool.shape, stream()));
     });
   }
-  for (Tensor& tensor : result)
-    if (!tensor.defined()) tensor = at::empty({0}, x.options());
-  return result;
+  return all_defined(std::move(result), x.options());
 }
 
 }  // namespace

@@ -71,8 +71,7 @@ std::vector<Tensor> norm_sum_backward(const Tensor& grad_, const Tensor& x, cons
   const Sum sum(x, scale, shift, residual, residual_scale, residual_shift, gate, relu);
   const Tensor grad = inner(grad_);
   if (x.numel() == 0) {
-    for (Tensor& tensor : result)
-      if (tensor.defined()) tensor.zero_();
+    zero_those_defined(result);
   } else {
     dispatch(x.scalar_type(), [&](auto* type) {
       using T = Element<decltype(type)>;
@@ -84,9 +83,7 @@ std::vector<Tensor> norm_sum_backward(const Tensor& grad_, const Tensor& x, cons
                                                 data<unsigned>(space.tickets), sum.shape, stream()));
     });
   }
-  for (Tensor& tensor : result)
-    if (!tensor.defined()) tensor = at::empty({0}, x.options());
-  return result;
+  return all_defined(std::move(result), x.options());
 }
 
 }  // namespace

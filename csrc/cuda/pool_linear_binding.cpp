@@ -83,11 +83,7 @@ std::vector<Tensor> pool_linear_backward(const Tensor& grad_, const Tensor& x, c
   if (affine) grad_shift = blank_like(head.shift);
   if (needs[3]) grad_weight = blank_like(head.weight);
   if (needs[4] && head.bias.defined()) grad_bias = blank_like(head.bias);
-  if (x.size(0) == 0) {
-    for (const Tensor* sum : {&grad_scale, &grad_shift, &grad_weight, &grad_bias}) {
-      if (sum->defined()) sum->zero_();
-    }
-  }
+  if (x.size(0) == 0) zero_those_defined({grad_scale, grad_shift, grad_weight, grad_bias});
   dispatch(x.scalar_type(), [&](auto* type) {
     using T = Element<decltype(type)>;
     using C = Compute<T>;
@@ -97,11 +93,9 @@ std::vector<Tensor> pool_linear_backward(const Tensor& grad_, const Tensor& x, c
     C10_CUDA_CHECK(cuda::pool_linear_backward<T>(data<T>(grad), head.input<T>(), grads, data<C>(space.numbers),
                                                  data<unsigned>(space.tickets), head.shape, stream()));
   });
-  std::vector<Tensor> result{grad_x, needs[1] ? grad_scale : Tensor(), needs[2] ? grad_shift : Tensor(), grad_weight,
-                             grad_bias};
-  for (Tensor& tensor : result)
-    if (!tensor.defined()) tensor = at::empty({0}, x.options());
-  return result;
+  return all_defined(
+      {grad_x, needs[1] ? grad_scale : Tensor(), needs[2] ? grad_shift : Tensor(), grad_weight, grad_bias},
+      x.options());
 }
 
 }  // namespace

@@ -45,8 +45,7 @@ std::vector<Tensor> template_mix_backward(const Tensor& grad_, const Tensor& log
   if (needs[1]) result[1] = blank_like(bank);
   const MixShape shape = mix_shape(logits, bank, mixing);
   if (grad.numel() == 0) {
-    for (Tensor& tensor : result)
-      if (tensor.defined()) tensor.zero_();
+    zero_those_defined(result);
   } else {
     dispatch(bank.scalar_type(), [&](auto* type) {
       using T = Element<decltype(type)>;
@@ -55,9 +54,7 @@ std::vector<Tensor> template_mix_backward(const Tensor& grad_, const Tensor& log
                                                     data<T>(result[1]), data<Compute<T>>(scratch), shape, stream()));
     });
   }
-  for (Tensor& tensor : result)
-    if (!tensor.defined()) tensor = at::empty({0}, bank.options());
-  return result;
+  return all_defined(std::move(result), bank.options());
 }
 
 }  // namespace
