@@ -1,7 +1,7 @@
-"""What the Triton kernels share: noise, the softmax column, the penalty, and the launch options.
+"""Shared by the Triton kernels: noise, the softmax of a column, the penalty, launch options.
 
 Kernels work on *rows*: row ``r = b * K + k`` of a ``[B, K, D]`` tensor, so that no size has to be a power of two and
-the whole batch lies on grid axis 0. Offsets are 64-bit from the program id on.
+the whole batch is on grid axis 0. Offsets are 64-bit from the program id on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRITON_TYPES = {
     torch.float64: tl.float64,
 }
 
-#: Options of every launch. Fusing multiplications into FMAs is stated because Triton's default is about to change.
+#: Options of every launch. The fusing of products into FMAs is set explicitly, as Triton's default is about to change.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 
 
@@ -45,31 +45,31 @@ def row_tile(d: int, wide: tl.dtype, rows: int = 64) -> dict[str, int]:
 
 
 def guard(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The device of ``tensor`` made current: Triton launches on the current device, not on that of its arguments."""
+    """Makes the device of ``tensor`` current: Triton launches on the current device, not on that of its arguments."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def each_contiguous(tensor: Tensor, copies: int) -> tuple[Tensor, int]:
-    """A tensor of which every copy, in front of it, lies without gaps, and how many numbers there are from one to the
-    next. Copies that are one and the same, as of an expanded tensor, stay one: 0."""
+    """The tensor with every copy (its first dimension) contiguous, and the distance between copies in numbers. Copies
+    that share memory, as in an expanded tensor, keep sharing it: distance 0."""
     if copies > 1 and tensor.stride(0) == 0:
         return tensor[0].contiguous(), 0
     return tensor.contiguous(), tensor.numel() // max(copies, 1)
 
 
 def routing_args(tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> dict[str, Any]:
-    """Kernel arguments of temperature and noise. What is on the device is passed by pointer: no synchronisation."""
+    """Kernel arguments for temperature and noise. Tensors are passed by pointer, which needs no synchronisation."""
     return {"tau_ptr": tau, "tau_value": tau_value, **seed_args(seed), "MODE": mode}
 
 
 def seed_args(seed: Tensor | None) -> dict[str, Any]:
-    """The arguments of :func:`key`. Always by pointer: a captured CUDA graph reads the seed anew at every replay."""
+    """The arguments of :func:`key`. Always by pointer: a captured CUDA graph reads the seed again at every replay."""
     return {"seed_ptr": seed, "seed_value": 0}
 
 
 @triton.jit
 def split_rows(start, local, K):
-    """``divmod(start + local, K)`` for a 64-bit ``start`` and small ``local``, with one 64-bit division in all."""
+    """``divmod(start + local, K)`` for a 64-bit ``start`` and small ``local``, with only one 64-bit division."""
     inner = (start % K).to(tl.int32) + local
     size = tl.full([], K, tl.int32)
     return start // K + inner // size, inner % size
@@ -77,7 +77,7 @@ def split_rows(start, local, K):
 
 @triton.jit
 def divide(a, b):
-    """``a / b`` rounded to nearest: Triton's fp32 ``/`` is off by up to 2 ulp, which a logit of 1e4 would feel."""
+    """``a / b`` rounded to nearest: Triton's fp32 ``/`` is off by up to 2 ulp, which matters for a logit of 1e4."""
     return a / b if a.dtype == tl.float64 else tl.div_rn(a, b)
 
 
@@ -111,14 +111,14 @@ def key(seed_ptr, seed_value):
 
 @triton.jit
 def philox(seed, group, stream):
-    """The four noise words (uint32) of each ``group`` (int64) after the contract of ``fastmod.noise``."""
+    """The four noise words (uint32) of each ``group`` (int64), by the contract of ``fastmod.noise``."""
     c0 = (group & 0xFFFFFFFF).to(tl.uint32)
     c1 = (group >> 32).to(tl.uint32)
     c2 = tl.full(group.shape, stream, tl.uint32)
     c3 = tl.zeros(group.shape, tl.uint32)
     k0 = tl.zeros(group.shape, tl.uint32) + (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = tl.zeros(group.shape, tl.uint32) + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    # Tensors, not Python numbers: a literal above 2**31 would be an int64 and widen everything it meets.
+    # Tensors, not Python numbers: a literal above 2**31 would be an int64 and widen everything combined with it.
     multiplier0 = tl.full(group.shape, 0xD2511F53, tl.uint32)
     multiplier1 = tl.full(group.shape, 0xCD9E8D57, tl.uint32)
     step0 = tl.full(group.shape, 0x9E3779B9, tl.uint32)
@@ -139,15 +139,15 @@ def philox(seed, group, stream):
 
 @triton.jit
 def xor_of_three(a, b, c, NVIDIA: tl.constexpr):
-    if NVIDIA:  # one instruction, which Triton leaves to ptxas otherwise
+    if NVIDIA:  # one instruction; otherwise Triton leaves it to ptxas to find it
         return tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, $3, 0x96;", "=r,r,r,r", [a, b, c], tl.uint32, True, 1)
     return a ^ b ^ c
 
 
 @triton.jit
 def philox_near(seed, group, stream, NVIDIA: tl.constexpr):
-    """As :func:`philox`, for groups (uint32) below 2**32. What they have in common in the first three rounds are
-    scalars, which are computed once; NVIDIA: the instructions of its GPUs may be named."""
+    """Like :func:`philox`, for groups (uint32) below 2**32. What they have in common in the first three rounds are
+    scalars, which are computed once. NVIDIA: inline assembly for NVIDIA GPUs is allowed."""
     multiplier0 = tl.full([], 0xD2511F53, tl.uint32)
     multiplier1 = tl.full([], 0xCD9E8D57, tl.uint32)
     step0 = tl.full([], 0x9E3779B9, tl.uint32)
@@ -199,7 +199,7 @@ def uniform_of(word, CT: tl.constexpr):
 
 @triton.jit
 def uniform(seed, index, CT: tl.constexpr, stream=STREAM):
-    """u in (0, 1) of element ``index`` (int64) after the noise contract of ``fastmod.noise``."""
+    """u in (0, 1) of element ``index`` (int64), by the contract of ``fastmod.noise``."""
     return uniform_of(noise_word(seed, index, stream), CT)
 
 
@@ -221,7 +221,7 @@ def column_stats(
 ):  # fmt: skip
     """One pass over the M logits of each row's column: maximum, sum of exp, index of the maximum, penalty.
 
-    The sum is NaN where torch.softmax gives a NaN column: a NaN or +inf in it, or nothing but -inf. ``copy_ptr``, if
+    The sum is NaN where torch.softmax gives a NaN column: with a NaN or +inf in it, or with only -inf. ``copy_ptr``, if
     given, receives the raw logits in its own dtype.
     """
     best = tl.full(base.shape, float("-inf"), CT)
@@ -236,7 +236,7 @@ def column_stats(
             e = excess(t, threshold)
             squares += e * e
         above = z > best
-        # The comparisons stand for exp(0) = 1 and keep exp(-inf - -inf) out while nothing finite has come yet.
+        # The comparisons replace exp(0) = 1, and avoid exp(-inf - -inf) before the first finite logit.
         shrink = tl.where(above, tl.exp(best - z), 1.0)
         term = tl.where(above | (z == best), 1.0, tl.exp(z - best))
         total = total * shrink + term
@@ -252,5 +252,5 @@ def soft_weight(z, best, total):
 
 @triton.jit
 def hard_weight(m, index, total):
-    """One-hot; NaN where the soft weights are."""
+    """One-hot; NaN where the soft weights are NaN."""
     return tl.where(index == m, 1.0, 0.0) + (total - total)

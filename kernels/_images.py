@@ -1,8 +1,8 @@
-"""What the kernels of images share: pixels, normalisation while loading, sums of partial results in a fixed order.
+"""Shared by the kernels of images: pixels, normalisation while loading, sums of partial results in a fixed order.
 
-Images lie in memory as ``[B, E, H, W, C]`` (``[B, H, W, C]`` if all experts share them). A *row* is a pixel of a batch,
-``r = (b * H + y) * W + x``, its channels are the columns. Sums over pixels are written tile by tile and added up by a
-second, small kernel: the same to the bit at every call.
+Images are ``[B, E, H, W, C]`` in memory (``[B, H, W, C]`` if all experts share them). A *row* is a pixel of a batch,
+``r = (b * H + y) * W + x``, and its channels are the columns. Sums over pixels are written tile by tile and added up by
+a second, small kernel, so that every call gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from fastmod.ops._checks import compute_dtype
 IEEE, TF32, TF32_THRICE = 0, 1, 2
 _TF32 = tl.constexpr(TF32)
 _TF32_THRICE = tl.constexpr(TF32_THRICE)
-#: The interpreter cuts fp32 off to bf16 where a GPU rounds.
+#: The interpreter truncates fp32 to bf16 where a GPU rounds.
 _CUTS_OFF = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def innermost(images: Tensor) -> Tensor:
-    """``[..., C, H, W]`` as contiguous ``[..., H, W, C]``, without a copy if that is how it lies."""
+    """``[..., C, H, W]`` as contiguous ``[..., H, W, C]``, without a copy if it has this layout already."""
     return images.movedim(-3, -1).contiguous()
 
 
 def precision(x: Tensor, convolution: bool = False) -> int:
-    """How products of fp32 are made: by three of tf32, which lose nothing, by one where torch is allowed to as well.
-    Elsewhere, and on AMD, whose tensor cores know fp32, as they are."""
+    """How fp32 products are computed: by three tf32 products, which lose nothing, or by one if torch is allowed to do
+    so as well. Other dtypes, and fp32 on AMD, whose tensor cores support it, are multiplied directly."""
     if x.dtype != torch.float32 or torch.version.hip is not None:
         return IEEE
     return TF32 if _tf32_allowed(convolution) else TF32_THRICE
 
 
 def _tf32_allowed(convolution: bool) -> bool:
-    """By the settings of torch's own convolutions, which use tf32 unless told not to, or of its matrix products."""
+    """Follows the settings of torch's own convolutions (tf32 unless disabled) or matrix products."""
     settings: Any = torch.backends.cudnn if convolution else torch.backends.cuda.matmul
     newer: Any = getattr(settings, "conv", None) if convolution else settings
-    # What was set by the newer name makes torch refuse to read the older one.
+    # If the newer setting was used, torch refuses to read the older one.
     return newer.fp32_precision == "tf32" if hasattr(newer, "fp32_precision") else bool(settings.allow_tf32)
 
 
 def refuse(x: Tensor, **others: tuple[Tensor | None, Sequence[tuple[int, ...]]]) -> None:
-    """What would be read beyond its end, or as another dtype; ``others``: tensors and the shapes they may have. Scales
-    and statistics have the dtype of the sums."""
+    """Refuses tensors that would be read beyond their end or as another dtype; ``others``: tensors and the shapes they
+    may have. Scales and statistics have the dtype of the sums."""
     for name, (tensor, shapes) in others.items():
         if tensor is None:
             continue
@@ -61,13 +61,13 @@ def refuse(x: Tensor, **others: tuple[Tensor | None, Sequence[tuple[int, ...]]])
 
 
 def sums_tile(parts: int) -> dict[str, int]:
-    """Of the kernels that add up parts: so many of them, and columns, at once."""
+    """For the kernels that add up parts: how many parts and columns they take at once."""
     block_r = power(parts, 1, 32)
     return {"BLOCK_R": block_r, "BLOCK_C": 1024 // block_r}
 
 
 def power(size: int, least: int, most: int) -> int:
-    """The tile of ``size`` columns."""
+    """The power of two that covers ``size``, between ``least`` and ``most``."""
     return min(max(triton.next_power_of_2(size), least), most)
 
 
@@ -83,11 +83,11 @@ def product(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """``value`` in ``dtype``, rounded to nearest: what is computed from it is as on a GPU, interpreted or not."""
+    """``value`` in ``dtype``, rounded to nearest, in the interpreter as on a GPU."""
     if _CUTS_OFF:
         if dtype == tl.bfloat16 and value.dtype != tl.bfloat16:
             bits = value.to(tl.int32, bitcast=True)
-            # Without the bits that are cut off: of a subnormal number the interpreter keeps them.
+            # Clears the bits to truncate: in a subnormal number the interpreter would keep them.
             near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
             return tl.where(value == value, near, value).to(dtype)
     return value.to(dtype)
@@ -95,7 +95,7 @@ def rounded(value, dtype: tl.constexpr):
 
 @triton.jit
 def read(value, dtype: tl.constexpr, CT: tl.constexpr):
-    """What was loaded, rounded to ``dtype`` as a cast would, unless it is of that dtype, and widened."""
+    """The loaded value, rounded to ``dtype`` as a cast would unless it has that dtype, and then widened."""
     return rounded(value, dtype).to(CT)
 
 
@@ -141,6 +141,6 @@ def column_sums(ptr, rows, columns, N, BLOCK_R: tl.constexpr, BLOCK_C: tl.conste
 
 @triton.jit
 def store_part(ptr, columns, first, end, values):
-    """The ``values`` of the columns from ``first`` to ``end``, into a tensor of their own."""
+    """Stores the ``values`` of columns ``first`` to ``end`` into a tensor of their own."""
     values = rounded(values, ptr.dtype.element_ty)
     tl.store(ptr + columns - first, values, mask=(columns >= first) & (columns < end))

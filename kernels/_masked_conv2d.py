@@ -1,15 +1,15 @@
 """Triton kernels of ``masked_conv2d``: implicit products of pixels and masked filters, all samples at once.
 
-Masks are a byte for each weight, with a bit for each of seven samples, and one for a logit that is NaN. They are drawn
-by programs of a launch before the one that reads them: within the products, a weight would be drawn once for every tile
-of pixels, with registers that the products need.
+Masks take a byte per weight: a bit for each of seven samples, and one for a NaN logit. They are drawn in the launch
+before the one that reads them: within the products, each weight's mask would be drawn again for every tile of pixels,
+with registers that the products need.
 
-The products have result channels as rows and pixels as columns. Forward: they sum over the source's channels and taps.
-The gradient of x is the same with the filters' channels exchanged; with a stride, pixels that leave the same remainder
-when divided by it are an image of their own, whose pixels all meet the same taps, so that no product is made in vain.
-The gradient of the weights sums over pixels, in several parts, which a last launch adds up, with masks and slopes.
+The products have result channels as rows and pixels as columns. The forward sums over the source's channels and taps.
+The gradient of x is the same with the filters' channels exchanged; with a stride, pixels with the same remainder modulo
+the stride form an image of their own, as they all use the same taps, and no product is wasted. The gradient of the
+weights sums over pixels, in several parts, which a last launch adds up, applying masks and slopes.
 
-Images are read and written where they lie: pixels run along the lanes, or channels if those are innermost.
+Images are read and written in place: lanes run along the pixels, or along the channels if those are innermost.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fastmod.noise import STREAM_MASK, STREAM_MASK_BIAS
 
 OF_WEIGHTS = tl.constexpr(STREAM_MASK)
 OF_BIASES = tl.constexpr(STREAM_MASK_BIAS)
-#: Samples of a byte of masks. Its last bit: the logit is NaN.
+#: Samples per byte of masks. Its last bit says that the logit is NaN.
 SAMPLES = 7
 BYTE = tl.constexpr(SAMPLES)
 NAN_BIT = tl.constexpr(1 << SAMPLES)
-#: What a kernel is not compiled anew for.
+#: Arguments that a kernel is not specialised for.
 PLACES = [f"{of}_{step}" for of in ("from", "to") for step in ("image", "channel", "row", "column")]
 PLACES += ["images", "SOURCE_HIGH", "SOURCE_WIDE", "HIGH", "WIDE"]
 
@@ -41,7 +41,7 @@ def draw(
     logits_ptr, masks_ptr, seed, block, group, first, samples, P, QUADS: tl.constexpr, BLOCK: tl.constexpr,
     LT: tl.constexpr,
 ):  # fmt: skip
-    """Masks of block ``block`` of the P weights, of the samples of byte ``group``."""
+    """Draws the masks of block ``block`` of the P weights for the samples of byte ``group``."""
     begin = block * BLOCK
     start = group * BYTE
     i = begin + tl.arange(0, BLOCK)
@@ -60,7 +60,7 @@ def draw_kernel(
     samples: tl.int64, P: tl.int64, OUT: tl.int64, QUADS: tl.constexpr, BLOCK: tl.constexpr, LT: tl.constexpr,
     CT: tl.constexpr,
 ):  # fmt: skip
-    """Masks of BLOCK of the P weights, or masked biases ``[samples, OUT]``, of BYTE samples."""
+    """Draws masks for BLOCK of the P weights, or masked biases ``[samples, OUT]``, for BYTE samples."""
     blocks = tl.cdiv(P, BLOCK)
     seed = key(seed_ptr, seed_value)
     group = tl.program_id(1).to(tl.int64)
@@ -84,13 +84,13 @@ def draw_kernel(
 def masked_weight(
     weight_ptr, byte_ptr, row, column, known_rows, known_columns, bit, LT: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
-    """``[rows, columns]`` of the weights at ``row + column``; 0 beyond the edges."""
+    """``[rows, columns]`` of the masked weights at ``row + column``; 0 beyond the edges."""
     at = row[:, None] + column[None, :]
     inside = known_rows[:, None] & known_columns[None, :]
     byte = tl.load(byte_ptr + at, mask=inside, other=0).to(tl.int32)
     weight = read(tl.load(weight_ptr + at, mask=inside, other=0.0), LT, DT)
     weight = tl.where(byte < NAN_BIT, weight, float("nan")).to(DT)
-    return ((byte >> bit) & 1).to(DT) * weight  # a product, not a choice: 0 * inf is NaN here as in torch
+    return ((byte >> bit) & 1).to(DT) * weight  # a product, not a choice: 0 * inf is NaN as in torch
 
 
 # ---- Products
@@ -101,7 +101,7 @@ def axis(
     residue, BACK: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     DILATION: tl.constexpr,
 ):  # fmt: skip
-    """Of one dimension: the first tap that is met, how many are, and where it reads for result 0. BACK: by pixels
+    """For one dimension: the first tap that is used, how many are, and where it reads for result 0. BACK: for pixels
     ``residue + STRIDE * i``."""
     first = tl.full([], 0, tl.int32)
     taps = tl.full([], KERNEL, tl.int32)
@@ -114,15 +114,15 @@ def axis(
                 met = (residue + PADDING - (KERNEL - 1 - i) * DILATION) % STRIDE == 0
                 taps += tl.where(met, 1, 0)
                 first = tl.where(met, KERNEL - 1 - i, first)
-            # Exact where a tap is met; a class that none meets sums over nothing.
+            # Exact if a tap is used; a class that uses none sums over nothing.
             origin = (residue + PADDING - first * DILATION) // STRIDE
     return first, taps, origin
 
 
 @triton.jit
 def inside_bits(begin, PACE: tl.constexpr, SIZE, KERNEL: tl.constexpr):
-    """A bit for each tap, whether ``begin + tap * PACE`` is between 0 and SIZE: those from ``first`` to before ``end``
-    are."""
+    """A bit for each tap: whether ``begin + tap * PACE`` is between 0 and SIZE, which holds from ``first`` to before
+    ``end``."""
     if PACE > 0:
         first = (tl.maximum(-begin, 0) + (PACE - 1)) // PACE
         end = (tl.maximum(SIZE - begin, 0) + (PACE - 1)) // PACE
@@ -146,8 +146,8 @@ def pixel_tile(ptr, base, bits, offset, needed, LAST: tl.constexpr, LT: tl.const
 
 @triton.jit
 def added(total, a, b, PRECISION: tl.constexpr, DT: tl.constexpr):
-    """``total + a @ b``. Tensor cores cut sums off: those of fp32 begin anew for every step; what is rounded to two
-    bytes in the end does not feel it."""
+    """``total + a @ b``. Tensor cores truncate sums, so fp32 sums start at zero for every step; for 16-bit results the
+    final rounding is much larger."""
     if tl.float32 == DT:
         return total + product(a, b, tl.zeros(total.shape, total.dtype), PRECISION)
     return product(a, b, total, PRECISION)
@@ -166,16 +166,16 @@ def product_kernel(
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr,
     CT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N channels of BLOCK_M pixels of a sample's results; ``images`` of a sample, HIGH x WIDE.
+    """BLOCK_N channels of BLOCK_M pixels of a sample's results; ``images``: per sample, HIGH x WIDE.
 
-    BACK: the gradient of x, from that of the result. TAP_STEP: between taps that a pixel meets; PACE: between what they
-    read. LT: what is loaded is rounded to that dtype, DT: dtype of the factors, CT: of the sums."""
+    BACK: the gradient of x, from that of the result. TAP_STEP: distance between taps that a pixel uses; PACE: between
+    the pixels they read. LT: dtype that loaded values are rounded to, DT: dtype of the factors, CT: of the sums."""
     across = tl.minimum(WIDE, STRIDE_W) if BACK else 1
     classes = tl.minimum(HIGH, STRIDE_H) * across if BACK else 1
     group = tl.program_id(0) // tiles
     tile = (tl.program_id(0) % tiles).to(tl.int64)
     sample = (group // classes).to(tl.int64)
-    down, right = group % classes // across, group % classes % across  # what the division by the stride leaves
+    down, right = group % classes // across, group % classes % across  # the pixel modulo the stride
     high = (HIGH - down + STRIDE_H - 1) // STRIDE_H if BACK else HIGH
     wide = (WIDE - right + STRIDE_W - 1) // STRIDE_W if BACK else WIDE
     if tile * BLOCK_M < images * high * wide:
@@ -199,7 +199,7 @@ def product_kernel(
         total = tl.zeros([BLOCK_N, BLOCK_M], CT)
         for start in range(0, CHANNELS * taps, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
-            if CHANNELS % BLOCK_K == 0:  # one tap a step
+            if CHANNELS % BLOCK_K == 0:  # one tap per step
                 tap = start // CHANNELS + tl.zeros([BLOCK_K], tl.int32)
                 channel = start % CHANNELS + tl.arange(0, BLOCK_K)
             else:
@@ -212,7 +212,7 @@ def product_kernel(
             pixel = pixel_tile(source_ptr, base, bits, offset, needed, SOURCE_LAST, LT, DT)
             of_k = (first_y + tap_y * TAP_STEP_H) * KERNEL_W + (first_x + tap_x * TAP_STEP_W)
             of_k += channel * (RESULTS * KERNEL_H * KERNEL_W if BACK else KERNEL_H * KERNEL_W)
-            if BACK:  # lanes run along the channels that are nearer to each other
+            if BACK:  # lanes run along the channels that are closer together
                 weight = tl.trans(masked_weight(weight_ptr, byte_ptr, of_k, of_n, known, n < RESULTS, bit, LT, DT))
             else:
                 weight = masked_weight(weight_ptr, byte_ptr, of_n, of_k, n < RESULTS, known, bit, LT, DT)
@@ -244,8 +244,8 @@ def weight_kernel(
     QUADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr,
     LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Of the gradients of weights and biases what is added up later; further programs draw the masks that the launch
-    after this one reads, if ``masks_ptr`` is given."""
+    """Partial gradients of weights and biases, which a later launch adds up; further programs draw the masks that the
+    next launch reads, if ``masks_ptr`` is given."""
     if tl.program_id(1) < samples * splits:
         weight_part(
             x_ptr, grad_ptr, partials_ptr, images, splits, whole, parts, chunk, from_image, from_channel, from_row,
@@ -275,9 +275,9 @@ def weight_part(
     BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr,
     LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """What ``whole`` images of a sample, or ``chunk`` pixels of one that is cut into ``parts``, add to the gradient of
-    BLOCK_N x BLOCK_J weights before they are masked, and to that of the biases: ``[samples, splits, weights +
-    biases]``. from: x, to: the gradient of the result."""
+    """What ``whole`` images of a sample, or ``chunk`` pixels of an image that is split into ``parts``, add to the
+    gradient of BLOCK_N x BLOCK_J masked weights, and to that of the biases: ``[samples, splits, weights + biases]``.
+    from: x, to: the gradient of the result."""
     TAPS: tl.constexpr = KERNEL_H * KERNEL_W
     DEPTH: tl.constexpr = CHANNELS * TAPS
     COLUMNS: tl.constexpr = (DEPTH + BLOCK_J - 1) // BLOCK_J if WEIGHT else 1
@@ -294,7 +294,7 @@ def weight_part(
     of_bias = tl.zeros([BLOCK_N, BLOCK_P], CT)
     size = HIGH * WIDE
     first = (split // parts).to(tl.int64) * whole
-    begin = split % parts * chunk  # of a step, in its first image: no division of 64 bits
+    begin = split % parts * chunk  # within the first image of a step, which avoids a 64-bit division
     count = tl.minimum(images - first, whole) * size
     if parts > 1:
         count = tl.minimum(size - begin, chunk).to(tl.int64)
@@ -342,7 +342,7 @@ def finish(
     COUNT, STREAM: tl.constexpr, AT_ONE: tl.constexpr, QUADS: tl.constexpr, BLOCK: tl.constexpr, LT: tl.constexpr,
     CT: tl.constexpr,
 ):  # fmt: skip
-    """Of values ``begin .. begin + BLOCK - 1`` of COUNT, ``i`` of which are masked by logits unless there are none."""
+    """Finishes values ``begin .. begin + BLOCK - 1`` of COUNT, which are masked by logits if there are any."""
     inside = i < COUNT
     logit = tl.zeros([BLOCK], CT)
     if logits_ptr is not None:
@@ -380,7 +380,7 @@ def finish_kernel(
     tau: tl.float64, P: tl.int64, OUT: tl.int64, WEIGHT: tl.constexpr, BIAS: tl.constexpr, AT_ONE: tl.constexpr,
     QUADS: tl.constexpr, BLOCK: tl.constexpr, LT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of BLOCK weights or biases, sample by sample, in a fixed order."""
+    """Adds up the parts of BLOCK weights or biases, sample by sample, in a fixed order."""
     seed = key(seed_ptr, seed_value)
     blocks = tl.cdiv(P, BLOCK) if WEIGHT else 0
     weights = P if WEIGHT else 0

@@ -1,8 +1,8 @@
 """Triton kernels of ``multiplex``.
 
 The tiled kernels take whole batch elements: scores ``[b, m, n]`` are computed and normalised once, and a product is a
-sum over an axis that no thread shares. What is too large for a tile goes by rows ``r = b * N + n``, the outputs, with
-any number of blocks.
+sum over an axis within each thread. What is too large for a tile is computed by rows ``r = b * N + n`` (the outputs),
+with any number of blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def routing_of_copy(tau_ptr, seed_ptr, tau_step, seed_step):
 
 @triton.jit
 def of_copy(blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D):
-    """Where the tensors of this program's copy begin, which is grid axis 1: each has B batch elements, and noise that
+    """Moves the pointers to this program's copy, which is on grid axis 1. Each copy has B batch elements, and its noise
     is counted from its own beginning. ``out_ptr``: the routed blocks or their gradient."""
     tau_ptr, seed_ptr = routing_of_copy(tau_ptr, seed_ptr, tau_step, seed_step)
     batch = tl.program_id(1).to(tl.int64) * B
@@ -85,8 +85,8 @@ def forward_kernel(
     N: tl.int64, D: tl.int64, MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of BLOCK_R rows of a copy, and with PENALTY one partial sum per program. DT: what blocks are rounded to
-    as they are loaded, LT: logits."""
+    """Outputs of BLOCK_R rows of a copy, and with PENALTY one partial sum per program. DT and LT: what blocks and
+    logits are rounded to when they are loaded."""
     blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr = of_copy(
         blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D
     )
@@ -128,7 +128,7 @@ def backward_logits_kernel(
     """Gradient of the logits (with that of the penalty, if ``grad_penalty_ptr`` is given), one partial of d_tau per
     program, and the weights of the forward ``[B, M, N]`` for the gradient of the blocks.
 
-    dw is computed twice, in the sum over M and after it: cheaper than keeping it for any M.
+    dw is computed twice, in the sum over M and after it: that is cheaper than storing it for any M.
     """
     blocks_ptr, logits_ptr, grad_ptr, tau_ptr, seed_ptr = of_copy(
         blocks_ptr, logits_ptr, grad_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D
@@ -161,7 +161,7 @@ def backward_logits_kernel(
         dw = row_dot(grad_ptr, blocks_ptr, rows * D, (b * M + m) * D, mask, D, BLOCK_D, DT, CT)
         w = soft_weight(z, best, total)
         dz = divide(w * (dw - mean), tau)
-        # dz sum to 0 over m, so z may be measured from anywhere; from its own mean a rounding of `mean` does not count
+        # dz sum to 0 over m, so any offset may be subtracted from z: its mean keeps rounding errors of `mean` out
         dtau -= dz * (z - centre)
         if grad_penalty_ptr is not None:
             dz += 2 * tl.load(grad_penalty_ptr).to(CT) * excess(t, limit)
@@ -203,7 +203,7 @@ def tile_scores(
     logits_ptr, begin, first, lines, n, inside, tau, seed, N,
     MODE: tl.constexpr, QUADS: tl.constexpr, BLOCK_N: tl.constexpr, LT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Raw logits t and z = (t + noise) / tau, ``[b, m, n]``: rows ``lines [b, m, 1]`` from element ``begin`` on, of a
+    """Raw logits t and z = (t + noise) / tau, ``[b, m, n]``: rows ``lines [b, m, 1]`` from element ``begin`` on, with a
     copy's noise from ``first`` on."""
     offsets = lines * N + n
     t = read(tl.load(logits_ptr + begin + offsets, mask=inside, other=0.0), LT, CT)
@@ -225,8 +225,8 @@ def tile(
     COPIES: tl.constexpr, QUADS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Of this program: its first batch element, places ``b``, ``m`` and ``n`` in its tile, which elements, blocks and
-    logits of it there are, the temperature, raw logits and scores."""
+    """For this program: its first batch element, the indices ``b``, ``m`` and ``n`` in its tile, masks of the elements,
+    blocks and logits that exist, the temperature, raw logits and scores."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_B
     begin = first
     if COPIES:
@@ -248,7 +248,7 @@ def tile(
 
 @triton.jit
 def tile_softmax(z, exists):
-    """Soft weights over axis 1 and their sums, which are NaN where torch.softmax is; ``exists``: which m there are."""
+    """Soft weights over axis 1 and their sums, which are NaN where torch.softmax is; ``exists``: which m exist."""
     z = tl.where(exists, z, float("-inf"))
     e = tl.exp(z - tl.max(z, axis=1, keep_dims=True))
     total = tl.sum(e, axis=1, keep_dims=True)
@@ -330,7 +330,7 @@ def tiled_backward_kernel(
     of_logits = rounded(dz, dlogits_ptr.dtype.element_ty)
     tl.store(dlogits_ptr + begin * M * N + ((b * M + m) * N + n), of_logits, mask=inside)
     if dtau_ptr is not None:
-        # dz sum to 0 over m, so z may be measured from anywhere: from its own mean a rounding of theirs does not count
+        # dz sum to 0 over m, so any offset may be subtracted from z: its mean keeps rounding errors of dz out
         z_known = tl.where(exists, z, 0.0)
         terms = dz * (z_known - tl.sum(w * z_known, axis=1, keep_dims=True))
         terms = tl.sum(tl.sum(tl.sum(tl.where(inside, terms, 0.0), axis=2), axis=1), axis=0)
@@ -354,6 +354,6 @@ def tiled_backward_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def tau_kernel(parts_ptr, dtau_ptr, parts: tl.int32, BLOCK: tl.constexpr, CT: tl.constexpr):
-    """A program a copy: the gradient of its temperature, in the dtype that it has."""
+    """One program per copy: the gradient of its temperature, in the dtype of the temperature."""
     copy = tl.program_id(0).to(tl.int64)
     store_sum(dtau_ptr + copy, sum_of(parts_ptr + copy * parts, parts, 1, BLOCK, CT))

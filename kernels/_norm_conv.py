@@ -1,11 +1,11 @@
-"""Triton kernels of ``norm_conv``: products of tiles that are gathered, and normalised, while loading.
+"""Triton kernels of ``norm_conv``: products of tiles that are gathered and normalised while they are loaded.
 
-Forward: rows are the pixels of y, columns its channels, and what they sum over is ``k = tap * CIN + ci``. Backward of
-the input: rows are the pixels of x, the sum goes over ``k = tap * COUT + co``. With stride 2 only some taps reach a
-pixel, by its parity; a program takes pixels of one parity, and no tap in vain. Backward of the weight: rows are output
-channels, columns ``tap * CIN + ci``, the sum goes over pixels, in several parts.
+Forward: rows are the pixels of y, columns its channels, and the sums run over ``k = tap * CIN + ci``. Backward of the
+input: rows are the pixels of x, and the sums run over ``k = tap * COUT + co``. With stride 2 the parity of a pixel says
+which taps reach it; a program takes pixels of one parity, so that it computes no unnecessary taps. Backward of the
+weight: rows are output channels, columns ``tap * CIN + ci``, and the sums run over pixels, in several parts.
 
-Where the gradients of mean and var are given, the gradient of y is completed while it is loaded.
+If gradients of mean and var are given, they are added to the gradient of y while it is loaded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SIZES = ["B", "E", "H", "W", "chunk"]
 
 @triton.jit
 def taps_at(y, x, H, W, py, px, KSIZE: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr):
-    """One bit per tap, whether the pixel it leads to lies in the image of H x W: from windows that begin at (y, x), or
-    BACK, from the pixels (y, x) among those of parity (py, px) to the windows that they are read in."""
+    """One bit per tap: whether the pixel it leads to is in the image of H x W. It leads from windows that begin at
+    (y, x), or if BACK from pixels (y, x) of parity (py, px) to the windows that read them."""
     rows = tl.zeros(y.shape, tl.int32)
     columns = tl.zeros(y.shape, tl.int32)
     for tap in tl.static_range(KSIZE):
@@ -37,8 +37,8 @@ def z_tile(
     x_ptr, gate_ptr, scale, shift, bits, base, gates, taps, channels, known, W, CIN: tl.constexpr,
     KSIZE: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """z ``[rows, columns]``: row r at the window of offset ``base``, column k its pixel ``taps[k]``, ``channels[k]``;
-    0 beside the image."""
+    """z ``[rows, columns]``: row r is the window at offset ``base``, column k its pixel ``taps[k]``, ``channels[k]``; 0
+    outside of the image."""
     inside = known[None, :] & (((bits[:, None] >> taps[None, :]) & 1) != 0)
     offset = ((taps // KSIZE).to(tl.int64) * W + taps % KSIZE) * CIN + channels
     z = tl.load(x_ptr + base[:, None] + offset[None, :], mask=inside, other=0.0).to(CT)
@@ -53,8 +53,8 @@ def z_tile(
 
 @triton.jit
 def grad_columns(grad_mean_ptr, grad_var_ptr, mean_ptr, of_channel, known, share, CT: tl.constexpr):
-    """What the gradients of mean and var add to that of y, per channel: ``level + slope * (y - mean)``; ``share``:
-    1 / values per mean."""
+    """What the gradients of mean and var add to that of y, per channel: ``level + slope * (y - mean)``. ``share``: 1 /
+    number of values per mean."""
     level = tl.zeros(of_channel.shape, CT)
     slope, mean = level, level
     if grad_mean_ptr is not None:
@@ -138,10 +138,10 @@ def forward_kernel(
     if partials_ptr is not None:
         count = tl.minimum(B * HO * WO - tile * BLOCK_M, BLOCK_M).to(CT)
         count += tl.zeros([BLOCK_N], CT)
-        values = tl.where(row[:, None], y.to(CT), 0.0)  # of y as the next layer reads it
+        values = tl.where(row[:, None], y.to(CT), 0.0)  # y rounded, as the next layer reads it
         mean = divide(tl.sum(values, axis=0), count)
         away = tl.where(row[:, None], values - mean[None, :], 0.0)
-        rest = divide(tl.sum(away, axis=0), count)  # what the mean lost by rounding
+        rest = divide(tl.sum(away, axis=0), count)  # the rounding error of the mean
         place = (expert * tl.num_programs(0) + tile) * 3 * COUT + n  # [E, tiles, 3, COUT]
         tl.store(partials_ptr + place, mean, mask=n < COUT)
         tl.store(partials_ptr + place + COUT, rest, mask=n < COUT)
@@ -153,13 +153,13 @@ def stats_kernel(
     partials_ptr, mean_ptr, var_ptr, values: tl.int64, tiles: tl.int64, COUT: tl.constexpr, TILE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of the tiles together (Chan et al.): no difference of large numbers. ``values`` in all, TILE of
-    them in each tile but the last."""
+    """Mean and variance of all tiles, combined by the formula of Chan et al., which has no differences of large
+    numbers. ``values``: in total, TILE of them in each tile but the last."""
     expert = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     local = tl.arange(0, BLOCK_R).to(tl.int64)
     start = partials_ptr + expert * tiles * 3 * COUT
-    origin = tl.load(start + c, mask=c < COUT, other=0.0)[None, :]  # means are told from the first: fewer digits lost
+    origin = tl.load(start + c, mask=c < COUT, other=0.0)[None, :]  # means relative to the first lose fewer digits
     whole = values.to(CT) + tl.zeros([BLOCK_C], CT)
     total = tl.zeros([BLOCK_R, BLOCK_C], CT)
     for first in range(0, tiles, BLOCK_R):
@@ -194,10 +194,10 @@ def backward_x_kernel(
     W_CHANNEL: tl.constexpr, W_TAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of BLOCK_N channels of BLOCK_M pixels of x, with their part of the gradients of scale and shift
-    (``sums_ptr``) and of the gates (``gate_sums_ptr``; then all pixels are of one image).
+    """Gradient of BLOCK_N channels of BLOCK_M pixels of x, and their share in the gradients of scale and shift
+    (``sums_ptr``) and of the gates (``gate_sums_ptr``; then all pixels are from one image).
 
-    SHARED: one x for all experts, whose gradients are added: within one sum if they meet the same z (TOGETHER).
+    SHARED: one x for all experts, whose gradients are added, in a single sum if they have the same z (TOGETHER).
     """
     HO, WO = (H + STRIDE - 1) // STRIDE, (W + STRIDE - 1) // STRIDE
     PARITIES: tl.constexpr = STRIDE * STRIDE
@@ -311,8 +311,8 @@ def backward_weight_kernel(
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_J: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """The part that ``chunk`` pixels have in BLOCK_O x BLOCK_J of the weight's gradient; of depthwise weights, in one
-    tap of BLOCK_O channels. The first columns' programs have the bias as well. Parts are [weight, bias], one after the
+    """The share of ``chunk`` pixels in BLOCK_O x BLOCK_J of the weight's gradient; for depthwise weights, in one tap of
+    BLOCK_O channels. Programs of the first columns also compute the bias. Parts are [weight, bias], one after the
     other."""
     HO, WO = (H + STRIDE - 1) // STRIDE, (W + STRIDE - 1) // STRIDE
     KK: tl.constexpr = KSIZE * KSIZE
@@ -384,7 +384,7 @@ def sums_kernel(
     weights: tl.int64, biases: tl.int64, affines: tl.int64, gates: tl.int64, weight_parts: tl.int64,
     affine_parts: tl.int64, gate_parts: tl.int64, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of all gradients but that of x. Grid axis 1: of weight and bias, scale and shift, gates."""
+    """Adds up the parts of all gradients but that of x. Grid axis 1: weight and bias, scale and shift, gates."""
     what = tl.program_id(1)
     c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     if weight_sums_ptr is not None:

@@ -23,7 +23,7 @@ def inverse_root(v):
 
 @triton.jit
 def moved(ptr, i, mask, value, momentum, RT: tl.constexpr):
-    """Move a running statistic to ``value``, as torch.lerp does. RT: dtype of that sum."""
+    """Updates a running statistic towards ``value``, like torch.lerp. RT: dtype of the computation."""
     value = value.to(ptr.dtype.element_ty).to(RT)
     old = tl.load(ptr + i, mask=mask, other=0.0).to(RT)
     part = tl.full([], momentum, RT)
@@ -76,7 +76,7 @@ def backward_kernel(
 
 
 def _flat(shape: tuple[int, ...], *tensors: Tensor | None) -> list[Tensor | None]:
-    """Contiguous; a shape that differs would be read beyond its end."""
+    """Contiguous; refuses other shapes, which would be read beyond their end."""
     for tensor in tensors:
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"expected tensors of shape {list(shape)}, got {list(tensor.shape)}")
@@ -94,7 +94,7 @@ def batch_affine_forward(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """All of one shape -> scale and shift; running statistics are moved where they are given and count > 0."""
+    """All of one shape -> scale and shift; running statistics are updated if they are given and count > 0."""
     scale, shift = mean.new_empty(mean.shape), mean.new_empty(mean.shape)
     moves = running_mean is not None and running_var is not None and count > 0
     running = (running_mean, running_var) if moves else (None, None)
@@ -135,7 +135,7 @@ def batch_affine_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Parameters of the dtype, statistics of that of the sums; with running statistics and without."""
+    """Parameters have the dtype, statistics that of the sums; with and without running statistics."""
     p, w = dtype.pointer, dtype.wide_pointer
     shared = {"mean_ptr": w, "var_ptr": w, "weight_ptr": p, "BLOCK": BLOCK, "CT": dtype.compute}
     forward = {**shared, "bias_ptr": p, "scale_ptr": w, "shift_ptr": w, "RT": dtype.compute}

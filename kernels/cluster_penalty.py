@@ -1,4 +1,4 @@
-"""Triton kernels and launchers of ``cluster_penalty``: squared distances of templates, by differences."""
+"""Triton kernels and launchers of ``cluster_penalty``: squared distances between templates, summed over differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastmod.ops import _checks
 from fastmod.ops._checks import compute_dtype
 
 SIZES = ["SIZE"]
-#: Of the sums of parts: so many of them, and distances, at once.
+#: How many parts and distances the sum of parts takes at once.
 TABLE_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
 
 
@@ -25,7 +25,7 @@ def forward_kernel(
     bank_ptr, partials_ptr, SIZE: tl.int64, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
     CT: tl.constexpr,
 ):  # fmt: skip
-    """``partials[part, j, k]``: what BLOCK_P columns have in the distances of BLOCK_K templates k to all j."""
+    """``partials[part, j, k]``: the share of BLOCK_P columns in the distances of BLOCK_K templates k to all j."""
     part = tl.program_id(0).to(tl.int64)
     p = part * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -42,7 +42,7 @@ def forward_kernel(
 def table_kernel(
     partials_ptr, table_ptr, parts: tl.int64, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """The parts added up in a fixed order, in fp64."""
+    """Adds up the parts in a fixed order, in fp64."""
     c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     found = column_sums(partials_ptr, parts, c, K * K, BLOCK_R, BLOCK_C, tl.float64)
     tl.store(table_ptr + c, found, mask=c < K * K)
@@ -53,7 +53,7 @@ def backward_kernel(
     grad_ptr, bank_ptr, dbank_ptr, SIZE: tl.int64, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
     CT: tl.constexpr,
 ):  # fmt: skip
-    """``sum_j w[k, j] * (bank[k] - bank[j])``, w = 2 (grad + grad^T): each pair stands in the table twice."""
+    """``sum_j w[k, j] * (bank[k] - bank[j])``, w = 2 (grad + grad^T), as the table holds each pair twice."""
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (k < K)[:, None] & (p < SIZE)[None, :]
@@ -70,12 +70,12 @@ def backward_kernel(
 
 
 def tile(wide: tl.dtype, backward: bool) -> dict[str, int]:
-    """Larger ones spill registers."""
+    """Larger tiles spill registers."""
     return {"BLOCK_K": 16, "BLOCK_P": 128 if backward or wide == tl.float64 else 256}
 
 
 def _arguments(bank: Tensor, backward: bool) -> dict[str, Any]:
-    """Of both kernels; refuses what would be read beyond its end."""
+    """For both kernels; refuses tensors that would be read beyond their end."""
     _checks.float_tensor("bank", bank, 2, "[K, P]")
     if bank.dim() != 2 or bank.shape[0] == 0:
         raise ValueError(f"bank: expected [K, P] with K >= 1, got shape {list(bank.shape)}")
@@ -131,5 +131,5 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
     backward = {**shared, "grad_ptr": "*fp64", "dbank_ptr": p, **tile(dtype.compute, backward=True)}
     table = {"partials_ptr": w, "table_ptr": "*fp64", "K": 32, **TABLE_TILE}
     found = [Specialisation(forward_kernel, forward, OPTIONS), Specialisation(backward_kernel, backward, OPTIONS)]
-    # Parts are in the dtype of sums: reduced precision has no table of its own.
+    # Parts have the dtype of sums: reduced precision has no table kernel of its own.
     return [*found, Specialisation(table_kernel, table, OPTIONS)] if dtype.is_wide else found

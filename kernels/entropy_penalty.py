@@ -1,4 +1,4 @@
-"""Triton kernels and launchers of ``entropy_penalty``: a few numbers, all in fp64, which loses nothing."""
+"""Triton kernels and launchers of ``entropy_penalty``. There are only a few numbers, so all is in fp64."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.template_mix import check_logits
 
-#: Rows and logits of a program at once; with more of them, and exp in fp64, ptxas spills.
+#: Rows and logits that a program takes at once; with more of them, and exp in fp64, ptxas spills.
 TILE = {"BLOCK_R": 32, "BLOCK_K": 16}
 
 
 @triton.jit
 def logits_at(logits_ptr, row, k, ROWS, K):
-    """``[rows, k]``, and which of them there are."""
+    """``[rows, k]``, and the mask of those that exist."""
     mask = (row < ROWS)[:, None] & (k < K)[None, :]
     return tl.load(logits_ptr + (row * K)[:, None] + k[None, :], mask=mask, other=float("-inf")).to(tl.float64), mask
 
 
 @triton.jit
 def log1p(t):
-    """``log(1 + t)`` of t >= 0 in fp64: what rounding takes from 1 + t is given back by the quotient."""
+    """``log(1 + t)`` of t >= 0 in fp64; the quotient compensates for the rounding of 1 + t."""
     w = 1.0 + t
     return tl.where(w == 1.0, t, tl.log(w) * (t / tl.where(w == 1.0, 1.0, w - 1.0)))
 
 
 @triton.jit
 def row_stats(logits_ptr, row, ROWS, K, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """With u = largest logit - logit: the largest, the sum of exp(-u) without the one of the largest itself, and of
+    """With u = largest logit - logit: the largest logit, the sum of exp(-u) without that of the largest, and the sum of
     exp(-u) * u. A NaN makes the sums NaN."""
     local = tl.arange(0, BLOCK_K)
     largest = tl.full([BLOCK_R], float("-inf"), tl.float64)
     for first in range(0, K, BLOCK_K):
         x, _ = logits_at(logits_ptr, row, first + local, ROWS, K)
-        largest = tl.maximum(largest, tl.max(x, axis=1))  # NaNs are left out
-    place = tl.zeros([BLOCK_R], tl.int64) + K  # of the first that is the largest
+        largest = tl.maximum(largest, tl.max(x, axis=1))  # ignores NaNs
+    place = tl.zeros([BLOCK_R], tl.int64) + K  # index of the first largest
     for first in range(0, K, BLOCK_K):
         k = first + local
         x, mask = logits_at(logits_ptr, row, k, ROWS, K)
@@ -59,13 +59,13 @@ def row_stats(logits_ptr, row, ROWS, K, BLOCK_R: tl.constexpr, BLOCK_K: tl.const
 
 @triton.jit
 def gone(x, largest):
-    """A logit of -inf has no part, unless all are."""
+    """A logit of -inf does not count, unless all are -inf."""
     return (x == float("-inf")) & (largest != float("-inf"))
 
 
 @triton.jit(do_not_specialize=["ROWS"])
 def forward_kernel(logits_ptr, partials_ptr, ROWS: tl.int64, K: tl.int64, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``partials[program]``: the entropies of BLOCK_R rows together."""
+    """``partials[program]``: the sum of the entropies of BLOCK_R rows."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid * BLOCK_R + tl.arange(0, BLOCK_R)
     _, others, apart = row_stats(logits_ptr, row, ROWS, K, BLOCK_R, BLOCK_K)

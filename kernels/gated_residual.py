@@ -1,7 +1,7 @@
 """Triton kernels and launchers of ``gated_residual``: rows ``r = b * N + n``, one gate each.
 
-``new`` and ``gate`` have a batch stride of their own, so that they may lie side by side in the output of an FNN. Each
-tensor has its own dtype and is rounded to one as it is loaded, DT: the autocast dtype.
+``new`` and ``gate`` have their own batch strides, so that they may be side by side in the output of an FNN. Each tensor
+has its own dtype and is rounded to DT, the autocast dtype, when it is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gate_rows(
     x_ptr, new_ptr, gate_ptr, out_ptr, copy_ptr, start, local, mask, new_stride, gate_stride, threshold, N, D,
     PENALTY: tl.constexpr, BLOCK_D: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of rows ``start + local``; returns each row's share of the penalty.
+    """Writes the outputs of rows ``start + local``; returns each row's share of the penalty.
 
     ``copy_ptr``, if given, receives the raw gates in its own dtype.
     """
@@ -83,7 +83,7 @@ def gate_gradients(
     b, n = split_rows(start, local, N)
     t = read(tl.load(gate_ptr + b * gate_stride + n, mask=mask, other=0.0), DT, CT)
     s, shut = sigmoid(t), sigmoid(-t)  # 1 - sigmoid(t) would cancel
-    # As autograd sums it: the difference of two sums, not the sum of differences, for the same infinities.
+    # Like autograd, the difference of two sums and not the sum of differences: this gives the same infinities.
     taken = tl.zeros(rows.shape, CT)
     kept = tl.zeros(rows.shape, CT)
     for d0 in range(0, D, BLOCK_D):
@@ -135,9 +135,9 @@ def launch_forward(
     partials: Tensor | None = None,
     low: torch.dtype | None = None,
 ) -> None:
-    """``out [B, N, D]`` from contiguous ``x [B, N, D]``; ``new [B, N*D]`` and ``gate [B, N]`` dense but for the batch
-    stride. ``partials``, of :func:`programs`, receives those of the penalty. ``low``: what all count as, if not as they
-    are."""
+    """``out [B, N, D]`` from contiguous ``x [B, N, D]``; ``new [B, N*D]`` and ``gate [B, N]`` are dense except for the
+    batch stride. ``partials``, one per program (:func:`programs`), receives those of the penalty. ``low``: the dtype
+    that all are treated as, if not their own."""
     batch, n, d = x.shape
     wide = compute_type(x)
     tile = row_tile(d, wide)
@@ -162,7 +162,7 @@ def launch_backward(
     threshold: float = 0.0,
     low: torch.dtype | None = None,
 ) -> None:
-    """Write ``dx``, ``dnew`` and ``dgate``, laid out like x, new and gate (see :func:`launch_forward`)."""
+    """Writes ``dx``, ``dnew`` and ``dgate``, with the layouts of x, new and gate (see :func:`launch_forward`)."""
     batch, n, d = x.shape
     wide = compute_type(x)
     tile = row_tile(d, wide)
@@ -215,8 +215,8 @@ def gated_residual_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Alone, of 16 bits over fp32 as under autocast, and with the larger D inside an MFNNR, which copies the gates and
-    adds the penalty."""
+    """By itself, where 16 bits read fp32 as under autocast; and with the larger D inside an MFNNR, which copies the
+    gates and adds the penalty."""
     p, w = dtype.pointer, dtype.wide_pointer
     found = []
     for d in (10, 196):

@@ -1,7 +1,7 @@
 """Launchers of ``masked_conv2d``, whose kernels are in _masked_conv2d.py.
 
-Forward: masks, products. Backward: parts of the gradients of weights and biases, and masks beside them; the gradient of
-x; the parts added up.
+Forward: masks, products. Backward: partial gradients of weights and biases, and masks in the same launch; the gradient
+of x; the sum of the parts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.masked_conv2d import fake_backward, fake_forward, out_size
 
-#: Weights of a program that draws, or adds up.
+#: Weights per program that draws or adds up.
 BLOCK = 512
-#: Programs that a large GPU needs: where there are fewer, each takes a fourth of the pixels.
+#: Programs that a large GPU needs: if there are fewer, each takes a quarter of the pixels.
 ENOUGH = 128
-#: What loops load ahead takes more registers than there are, and other programs hide the time; left to itself ptxas
-#: spills registers for more programs at once. Warps of AMD are twice as large.
+#: Loading ahead in loops takes more registers than there are, and other programs hide the latency. Left to itself ptxas
+#: spills registers to run more programs at once. AMD's warps are twice as large.
 NVIDIA = {"num_stages": 1, "maxnreg": 224} if torch.version.hip is None else {"num_stages": 1}
 FEWER_WARPS: dict[str, Any] = {**OPTIONS, **NVIDIA}
 MORE_WARPS: dict[str, Any] = {**FEWER_WARPS, "num_warps": 8 if torch.version.hip is None else 4}
@@ -40,7 +40,7 @@ MORE_WARPS: dict[str, Any] = {**FEWER_WARPS, "num_warps": 8 if torch.version.hip
 
 
 def product_tile(rows: int, factors: tl.dtype, many: bool) -> tuple[dict[str, int], dict[str, Any]]:
-    """Channels, pixels and depth of a step, and options."""
+    """Channels, pixels and depth per step, and launch options."""
     sizes = {
         "BLOCK_N": power(rows, 16, 64),
         "BLOCK_M": 128 if many else 32,
@@ -50,7 +50,7 @@ def product_tile(rows: int, factors: tl.dtype, many: bool) -> tuple[dict[str, in
 
 
 def weight_tile(rows: int, depth: int, factors: tl.dtype) -> tuple[dict[str, int], dict[str, Any]]:
-    """Result channels, pairs of a channel and a tap, and pixels of a step, and options."""
+    """Result channels, pairs of a channel and a tap, and pixels per step, and launch options."""
     block_n = power(rows, 16, 64)
     exact = {"enable_fp_fusion": EXACT_OPTIONS["enable_fp_fusion"]}  # for the masks
     if factors == tl.float32:
@@ -59,7 +59,7 @@ def weight_tile(rows: int, depth: int, factors: tl.dtype) -> tuple[dict[str, int
 
 
 def drawing_block(options: dict[str, Any]) -> int:
-    """Weights of a program that draws beside others: a Philox call for each thread, which serves four."""
+    """Weights per program that draws beside other programs: one Philox call per thread, which gives four words."""
     return 128 * int(options["num_warps"])
 
 
@@ -85,8 +85,8 @@ def geometry(
 
 
 def backward_geometry(constants: dict[str, Any]) -> dict[str, Any]:
-    """Of the gradient of x: taps that a pixel meets are ``stride / g`` apart, what they read ``-dilation / g``, g being
-    the greatest common divisor."""
+    """For the gradient of x: taps that a pixel uses are ``stride / g`` apart, and the pixels they read
+    ``-dilation / g``, where g is the greatest common divisor."""
     found = {**constants, "CHANNELS": constants["RESULTS"], "RESULTS": constants["CHANNELS"], "BACK": True}
     for name in "HW":
         stride, dilation = constants[f"STRIDE_{name}"], constants[f"DILATION_{name}"]
@@ -101,7 +101,7 @@ def forward_geometry(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def lies(source: Tensor, result: Tensor) -> dict[str, Any]:
-    """Where the pixels of two tensors of images are, and their sizes."""
+    """Strides and sizes of two tensors of images."""
     names = ("image", "channel", "row", "column")
     found = {f"from_{name}": step for name, step in zip(names, source.stride(), strict=True)}
     found |= {f"to_{name}": step for name, step in zip(names, result.stride(), strict=True)}
@@ -110,8 +110,8 @@ def lies(source: Tensor, result: Tensor) -> dict[str, Any]:
     return found | {"SOURCE_LAST": source.stride(1) == 1, "OUT_LAST": result.stride(1) == 1}
 
 
-def room(weight: Tensor, samples: int) -> Tensor:
-    """For the masks ``[bytes, weights]``."""
+def empty_masks(weight: Tensor, samples: int) -> Tensor:
+    """Memory for the masks ``[bytes, weights]``."""
     return torch.empty((triton.cdiv(samples, SAMPLES), weight.numel()), dtype=torch.uint8, device=weight.device)
 
 
@@ -119,9 +119,9 @@ def draw(
     weight: Tensor, logits: Tensor, bias: Tensor | None, bias_logits: Tensor | None, seed: Tensor, samples: int,
     first: int, constants: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Masks and, if they are masked, biases ``[samples, out]``."""
+    """Draws masks and, if they are masked, biases ``[samples, out]``."""
     count, outputs = weight.numel(), weight.shape[0]
-    masks, biases = room(weight, samples), None
+    masks, biases = empty_masks(weight, samples), None
     blocks = triton.cdiv(count, BLOCK)
     if bias is not None and bias_logits is not None:
         biases = weight.new_empty((samples, outputs), dtype=compute_dtype(weight))
@@ -143,7 +143,7 @@ def multiply(
     source: Tensor, weight: Tensor, masks: Tensor, biases: Tensor | None, result: Tensor, samples: int,
     constants: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Launch ``product_kernel``; biases are those of every sample, or of all."""
+    """Launches ``product_kernel``; biases are per sample, or the same for all."""
     images, rows = result.shape[0] // samples, constants["RESULTS"]
     steps = [constants[f"STRIDE_{name}"] if constants["BACK"] else 1 for name in "HW"]
     classes, size = 1, images
@@ -189,7 +189,7 @@ def refuse(
     x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor | None, bias_logits: Tensor | None, samples: int,
     low: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """What would be read beyond its end, or as another dtype."""
+    """Refuses tensors that would be read beyond their end or as another dtype."""
     dtype = x.dtype if low is None else weight.dtype
     per_output = (weight.shape[0],)
     others = (("weight", weight, (weight.shape[0], x.shape[1], *weight.shape[2:])), ("logits", logits, weight.shape))
@@ -232,8 +232,8 @@ def masked_conv2d_backward(
     weight, logits = weight.contiguous(), logits.contiguous()
     masks = partials = None
     with guard(x):
-        if of_parameters:  # and masks, if somebody needs them
-            masks = room(weight, samples) if needs[0] else None
+        if of_parameters:  # also draws masks if the gradient of x needs them
+            masks = empty_masks(weight, samples) if needs[0] else None
             partials = _parts(grad, x, weight, logits, seed, samples, constants, first, masks, of_kind)
         elif needs[0]:
             masks, _ = draw(weight, logits, None, None, seed, samples, first, constants)
@@ -257,8 +257,7 @@ def _parts(
     masks: Tensor | None,
     of_kind: dict[str, bool],
 ) -> Tensor:
-    """Of the gradients of weights and biases, before they are masked: ``[samples, parts, weights + biases]``. Draws
-    ``masks``."""
+    """Partial gradients of masked weights and biases: ``[samples, parts, weights + biases]``. Draws ``masks``."""
     outputs, count = weight.shape[0], weight.numel()
     images = x.shape[0] // samples
     size = grad.shape[2] * grad.shape[3]
@@ -296,7 +295,7 @@ def _finish(
     found: Sequence[Tensor],
     of_kind: dict[str, bool],
 ) -> None:
-    """Into ``found[1:]``, where those are not empty."""
+    """Adds up the parts into ``found[1:]``, unless those are empty."""
     outputs, count = weight.shape[0], weight.numel()
     samples, splits, _ = partials.shape
     _, dweight, dlogits, dbias, dbias_logits = (t if t.numel() else None for t in found)
@@ -322,7 +321,7 @@ COMPILED: dict[str, Any] = {
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """fp64 goes sample by sample. Of 16 bits "7x7" and "words" read fp32, as under autocast."""
+    """fp64 is computed sample by sample. With 16 bits "7x7" and "words" read fp32, as under autocast."""
     if dtype.name == "fp64":
         return []
     p, w = dtype.pointer, dtype.wide_pointer

@@ -1,9 +1,9 @@
 """Triton kernels and launchers of ``mfnnr``: a stack of one layer, see smfr.py, or one with wider hidden layers.
 
-Wider, and fp64: a launch for each linear layer, forward with bias and LeakyReLU at its end, backward with the slope, or
-with what is added, at its end; one for the gradients of all weights and biases and of the temperature; and those of
-routing and gate, which the other ops have. Parameters and x are widened as they are loaded, and under autocast first
-rounded; activations are fp32.
+Wider layers and fp64 take a launch per linear layer: the forward ends with bias and LeakyReLU, the backward with its
+slope or with an addition. One more launch computes the gradients of all weights and biases and of the temperature;
+routing and gate are the kernels of other ops. Parameters and x are widened when they are loaded, and under autocast
+rounded first; activations are fp32.
 
 `saved`: sections, each ``[B, width]``, in the order route hidden 0.., logits, routed, update hidden 0.., new and gate.
 """
@@ -19,7 +19,8 @@ import triton.language as tl
 from fastmod.kernels import gated_residual, multiplex, smfr
 from fastmod.kernels._common import OPTIONS, TRITON_TYPES, compute_type, guard
 from fastmod.kernels._images import IEEE, TF32_THRICE, rounded
-from fastmod.kernels._stack import SLOPE, accumulate, finish, kind, store_sum, sum_of, weight_gradient
+from fastmod.kernels._stack import SLOPE, accumulate, finish, store_sum, sum_of, weight_gradient
+from fastmod.kernels._stack_plan import kind
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
@@ -28,13 +29,13 @@ from fastmod.ops._checks import compute_dtype, tau_dtype
 from fastmod.ops.mfnnr import BATCH_TILE, NO_PENALTY, saved_rows
 from fastmod.ops.multiplex import MODES
 
-#: Programs that a large GPU needs: where large tiles make fewer, small ones are taken.
+#: Programs that a large GPU needs: if large tiles make fewer, small ones are used.
 ENOUGH = 128
 LARGE = {"BLOCK_B": 64, "BLOCK_O": 64, "BLOCK_K": 16}
 SMALL = {"BLOCK_B": 16, "BLOCK_O": 32, "BLOCK_K": 32}
 WEIGHT_TILE = {"BLOCK_O": 32, "BLOCK_I": 64, "BLOCK_B": 32, "BLOCK_T": 128}
 WEIGHT_TILE_FP64 = {"BLOCK_O": 16, "BLOCK_I": 32, "BLOCK_B": 16, "BLOCK_T": 128}
-#: Linear layers of a launch for their gradients: each has five pointers among its arguments.
+#: Linear layers per launch of their gradients: each takes five pointer arguments.
 MOST_LINEARS = 64
 
 
@@ -44,8 +45,8 @@ def linear_kernel(
     outputs: tl.int32, HIDDEN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, XT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """``out = [in ; context] @ weight.T + bias``, and LeakyReLU of a HIDDEN layer. XT: what ``in`` is rounded to as it
-    is loaded, DT: all else."""
+    """``out = [in ; context] @ weight.T + bias``, and LeakyReLU of a HIDDEN layer. XT: what ``in`` is rounded to when
+    it is loaded; DT: the same for all else."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     acc = accumulate(
@@ -66,8 +67,8 @@ def linear_backward_kernel(
     rest: tl.int32, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """``grad @ weight``: the first ``columns`` of it, plus ``base``, through the LeakyReLU that made ``hidden``, if
-    these are given; the ``rest`` to ``rest_ptr``, if it is."""
+    """``grad @ weight``. The first ``columns`` of it, plus ``base`` and through the LeakyReLU that made ``hidden`` if
+    these are given, are stored at one place, the ``rest`` at ``rest_ptr`` if that is given."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     c = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     acc = accumulate(
@@ -93,12 +94,12 @@ def weights_kernel(
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr,
     CT: tl.constexpr,
 ):  # fmt: skip
-    """Grid axis 1: linear layers, one entry each in the tuples, then the temperature; axis 0: tiles of a weight, each
-    summed over the batch by one program. Inputs: the first KEPT at ``below``, the others x."""
+    """Grid axis 1: linear layers, each with one entry in the tuples, then the temperature; axis 0: tiles of a weight,
+    each summed over the batch by one program. Inputs: the first KEPT at ``below``, the others from x."""
     linear = tl.program_id(1)
     if len(OUTPUTS) > 0:
         if linear < len(OUTPUTS):
-            # Triton cannot index a tuple by what it computes, but choose among its entries.
+            # Triton cannot index a tuple by a computed number, but it can choose among the entries.
             grad_at = grads[0].to(tl.int64)
             below_at = below[0].to(tl.int64)
             dweight_at = dweights[0].to(tl.int64)
@@ -140,7 +141,7 @@ class Sections(NamedTuple):
 
 
 def sections(saved: Tensor, x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor]) -> Sections:
-    """Cut ``saved`` for ``x [B, M, D]``."""
+    """Splits ``saved`` for ``x [B, M, D]``."""
     batch, m, d = x.shape
     widths = [bias.shape[0] for bias in route[1::2]]
     widths += [widths[-1] // m * d] + [bias.shape[0] for bias in update[1::2]]
@@ -150,13 +151,13 @@ def sections(saved: Tensor, x: Tensor, route: Sequence[Tensor], update: Sequence
 
 
 def tile(batch: int, columns: int, wide: tl.dtype) -> dict[str, int]:
-    """Of a linear layer's launch."""
+    """The tile of a linear layer's launch."""
     few = triton.cdiv(batch, LARGE["BLOCK_B"]) * triton.cdiv(columns, LARGE["BLOCK_O"]) < ENOUGH
     return SMALL if few or wide == tl.float64 else LARGE
 
 
 def _launch(kernel: Any, batch: int, width: int, x: Tensor, **arguments: Any) -> None:
-    """``width`` columns of all rows; ``x`` tells device and precision."""
+    """Launches for ``width`` columns of all rows; ``x`` tells device and precision."""
     sizes = tile(batch, width, compute_type(x))
     with guard(x):
         kernel[(triton.cdiv(batch, sizes["BLOCK_B"]), triton.cdiv(width, sizes["BLOCK_O"]))](
@@ -172,8 +173,8 @@ def _fnn(
     inputs: Tensor, context: Tensor | None, params: Sequence[Tensor], outs: Sequence[Tensor], x: Tensor,
     of_input: tl.dtype, dtype: tl.dtype,
 ) -> None:  # fmt: skip
-    """An FNN whose first layer reads ``[inputs ; context]``; ``of_input``: what inputs are rounded to, ``dtype``:
-    context and parameters."""
+    """An FNN whose first layer reads ``[inputs ; context]``. Inputs are rounded to ``of_input``, context and parameters
+    to ``dtype``."""
     for i, out in enumerate(outs):
         _launch(
             linear_kernel, out.shape[0], out.shape[1], x, in_ptr=inputs, context_ptr=context, weight_ptr=params[2 * i],
@@ -200,7 +201,7 @@ def _forward_by_layers(
     gate: Tensor,
     dtype: tl.dtype,
 ) -> Tensor | None:
-    """Returns the penalty's partials."""
+    """Returns the partial sums of the penalty."""
     batch, m, d = x.shape
     n = out.shape[1]
     flat = x.view(batch, m * d)
@@ -249,7 +250,7 @@ def mfnnr_forward(
     if batch == 0:
         return out, torch.zeros((), dtype=wide, device=x.device), logits, gate, x.new_empty(0, dtype=wide)
     padded = triton.cdiv(batch, BATCH_TILE) * BATCH_TILE
-    # Without `save` it is the workspace of this call: activations pass through it all the same.
+    # Activations pass through this; without `save` it is just the workspace of this call.
     saved = x.new_empty(padded * saved_rows(x, route, update), dtype=wide)
     blocks = x.contiguous().view(batch, m, d)
     route, update = [p.contiguous() for p in route], [p.contiguous() for p in update]
@@ -265,7 +266,7 @@ def mfnnr_forward(
 def _fnn_backward(
     grad: Tensor, params: Sequence[Tensor], outs: Sequence[Tensor], x: Tensor, dtype: tl.dtype
 ) -> list[Tensor]:
-    """grad ``[B, out]`` of an FNN -> the gradients of its layers' results, the first one's first."""
+    """grad ``[B, out]`` of an FNN -> the gradients of its layers' results, in the order of the layers."""
     grads = [grad]
     for i in reversed(range(1, len(outs))):
         grads.insert(0, torch.empty_like(outs[i - 1]))
@@ -284,7 +285,7 @@ def _through(
     hidden: Tensor | None = None,
     rest: Tensor | None = None,
 ) -> None:
-    """``to [B, columns]`` and, of the weight's other inputs, ``rest``: see :func:`linear_backward_kernel`."""
+    """``to [B, columns]`` and, for the weight's other inputs, ``rest``: see :func:`linear_backward_kernel`."""
     batch, columns = to.shape
     _launch(
         linear_backward_kernel, batch, weight.shape[1] if rest is not None else columns, x, grad_ptr=grad,
@@ -302,8 +303,8 @@ def _weights(
     dtau: Tensor,
     dtype: tl.dtype,
 ) -> list[Tensor]:
-    """Gradients of weights and biases, if any are given, and that of tau, which is written. ``below``: what a layer
-    reads beside x."""
+    """Gradients of weights and biases, if any are given, and of tau, which is written. ``below``: what a layer reads
+    besides x."""
     results = [torch.empty_like(p) for p in params]
     sizes = WEIGHT_TILE_FP64 if x.dtype == torch.float64 else WEIGHT_TILE
     read = [x.new_empty(0, dtype=compute_dtype(x)) if t is None else t for t in below]
@@ -366,7 +367,7 @@ def mfnnr_backward(
     blocks = x.contiguous().view(batch, m, d)
     flat = blocks.view(batch, m * d)
     cut, dtype = sections(saved, blocks, route, update), TRITON_TYPES[low or x.dtype]
-    # The gate, into [new ; gate] side by side and the gradient of the routed blocks.
+    # The gate: gradients of [new ; gate], side by side, and of the routed blocks.
     du, drouted = torch.empty_like(cut.update[-1]), torch.empty_like(cut.routed)
     gated_residual.launch_backward(
         None if grad_out is None else grad_out.contiguous(),
@@ -400,8 +401,8 @@ def mfnnr_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Tiles of both sizes, with everything that may be left out and without; four linear layers. Of 16 bits the large
-    ones read fp32, as under autocast, and so do the gradients of the weights."""
+    """Tiles of both sizes, with and without everything optional; four linear layers. With 16 bits the large tiles and
+    the gradients of the weights read fp32, as under autocast."""
     p, w = dtype.pointer, dtype.wide_pointer
     exact = {"PRECISION": IEEE}
     double = dtype.name == "fp64"

@@ -23,19 +23,19 @@ from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops._checks import compute_dtype, tau_dtype
 from fastmod.ops.multiplex import MODES, copies_of
 
-#: Numbers of a product ``[b, m, n, d]`` for each warp, by the compute dtype: more spill registers.
+#: Numbers of a product ``[b, m, n, d]`` per warp, by the compute dtype: more would spill registers.
 WARP_TILE = {tl.float32: 4096, tl.float64: 2048}
-#: Of a batch element, in a tile, where there are several copies.
+#: The most weights of a batch element in a tile, if there are several copies.
 COPIED_WEIGHTS = 256
 #: Parts of the gradient of tau that are added up at a time.
 TAU_BLOCK = 256
 
 
 def tile_of(batch: int, m: int, n: int, d: int, wide: tl.dtype, copies: int = 1) -> dict[str, Any] | None:
-    """Sizes and warps of a tile, or None where the weights of one batch element are too many for one; of several copies
-    fewer, as where they begin takes registers as well."""
+    """Sizes and warps of a tile, or None if the weights of one batch element are too many for a tile. With several
+    copies fewer fit, as their offsets take registers as well."""
     block_m, block_n = triton.next_power_of_2(m), triton.next_power_of_2(max(n, 4))
-    block_d = min(triton.next_power_of_2(d), 32)  # a line
+    block_d = min(triton.next_power_of_2(d), 32)  # a cache line
     room = WARP_TILE[wide]
     while block_m * block_n * block_d > 4 * room and block_d > 8:
         block_d //= 2
@@ -52,7 +52,7 @@ def tile_of(batch: int, m: int, n: int, d: int, wide: tl.dtype, copies: int = 1)
 
 
 def steps(tau: Tensor | None, seed: Tensor | None) -> dict[str, int]:
-    """From copy to copy; 0 where they share one."""
+    """Distances between copies; 0 if they share one."""
     return {"tau_step": _step(tau), "seed_step": _step(seed)}
 
 
@@ -77,8 +77,9 @@ def launch_forward(
     dtype: tl.dtype | None = None,
     of_logits: tl.dtype | None = None,
 ) -> Tensor | None:
-    """``out [B, N, D]`` from contiguous ``blocks [B, M, D]``, ``logits [B, M, N]``; returns the penalty's partials,
-    with room for ``more`` of them. ``dtype``: what the blocks count as, if not their own; ``of_logits``: logits."""
+    """``out [B, N, D]`` from contiguous ``blocks [B, M, D]``, ``logits [B, M, N]``; returns the partial sums of the
+    penalty, with room for ``more``. ``dtype``, ``of_logits``: what blocks and logits are treated as, if not their
+    own."""
     batch, m, d = blocks.shape[0] // copies, *blocks.shape[1:]
     n = logits.shape[-1]
     wide = compute_type(blocks)
@@ -115,8 +116,8 @@ def launch_backward_logits(
     dtype: tl.dtype | None = None,
     of_logits: tl.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradient of the logits ``[B, M, N]``, the weights ``[B, M, N]`` in the compute dtype, parts of the gradient of
-    tau."""
+    """The gradient of the logits ``[B, M, N]``, the weights ``[B, M, N]`` in the compute dtype, and partial gradients
+    of tau."""
     batch, m, d = blocks.shape[0] // copies, *blocks.shape[1:]
     n = logits.shape[-1]
     wide = compute_type(blocks)
@@ -136,7 +137,7 @@ def launch_backward_logits(
 
 
 def launch_backward_blocks(weights: Tensor, grad: Tensor, add: Tensor | None, dblocks: Tensor) -> None:
-    """Write ``dblocks [B, M, D]`` from ``weights [B, M, N]``, ``grad [B, N, D]`` and ``add [B, M, D]`` or None."""
+    """Writes ``dblocks [B, M, D]`` from ``weights [B, M, N]``, ``grad [B, N, D]`` and ``add [B, M, D]`` or None."""
     batch, m, n = weights.shape
     d = grad.shape[-1]
     wide = compute_type(weights)
@@ -162,8 +163,8 @@ def launch_tiled_backward(
     copies: int,
     low: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Write ``dblocks [B, M, D]``; the gradient of the logits ``[B, M, N]`` and parts ``[copies, programs]`` of that of
-    tau, which take a launch more to be added up: in Triton no program knows that it is the last."""
+    """Writes ``dblocks [B, M, D]``; returns the gradient of the logits ``[B, M, N]`` and parts ``[copies, programs]``
+    of that of tau. A second launch adds them up, as in Triton no program knows that it is the last."""
     batch, m, d = blocks.shape[0] // copies, *blocks.shape[1:]
     programs = triton.cdiv(batch, tile["BLOCK_B"])
     wide = compute_dtype(blocks)
@@ -180,7 +181,7 @@ def launch_tiled_backward(
 
 
 def zero_tau(tau: Tensor | None, like: Tensor, copies: Sequence[int] = ()) -> Tensor:
-    """The gradient of a tau that got none: 0-d or one a copy."""
+    """The gradient of a tau that got none: 0-d or one per copy."""
     return torch.zeros(tuple(copies), dtype=tau_dtype(tau, like), device=like.device)
 
 
@@ -204,7 +205,7 @@ def multiplex_forward(
     mode: int,
     low: torch.dtype | None = None,
 ) -> Tensor:
-    """blocks ``[..., M, D]``, logits ``[..., M, N]`` -> ``[..., N, D]``; of many copies one launch."""
+    """blocks ``[..., M, D]``, logits ``[..., M, N]`` -> ``[..., N, D]``, in one launch for all copies."""
     out = torch.empty(
         (*blocks.shape[:-2], logits.shape[-1], blocks.shape[-1]), dtype=low or blocks.dtype, device=blocks.device
     )
@@ -227,7 +228,7 @@ def multiplex_backward(
     mode: int,
     low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad ``[..., N, D]`` -> gradients of blocks, logits and tau (0-d or one a copy; zero without a tau tensor)."""
+    """grad ``[..., N, D]`` -> gradients of blocks, logits and tau (0-d or one per copy; zero without a tau tensor)."""
     copies = copies_of(tau, seed)
     if grad.numel() == 0 or blocks.shape[-2] == 0:
         zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (blocks, logits)]
@@ -260,8 +261,8 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Tiles of the papers' shapes, of which one copies logits and adds the penalty as an MFNNR does and one is of many
-    copies, and rows of the largest. Of 16 bits some read fp32, as under autocast."""
+    """Tiles of the papers' shapes, one of which copies logits and adds the penalty as an MFNNR does, and one has many
+    copies; and rows of the largest shape. With 16 bits some read fp32, as under autocast."""
     p, w = dtype.pointer, dtype.wide_pointer
     found = []
     tiled = [(8, 8, 10, "gumbel"), (16, 16, 32, "softmax"), (5, 4, 196, "argmax"), (30, 30, 7, "gumbel")]

@@ -24,14 +24,14 @@ from fastmod.ops import _images
 from fastmod.ops._checks import compute_dtype
 from fastmod.ops.norm_conv import out_shape
 
-#: Parts of the weight's gradient: enough programs for a large GPU, as few as it takes of at least so many pixels.
+#: Parts of the weight's gradient: no more programs than a large GPU needs, and at least so many pixels per part.
 PROGRAMS, LEAST_PIXELS = 512, 512
-#: Tiles of statistics and channels of one step.
+#: Tiles of statistics and channels per step.
 STATS_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
 
 
 def pixel_tile(columns: int, depthwise: bool, factors: tl.dtype, rows: int = 64) -> dict[str, int]:
-    """Of forward and input gradient: pixels, channels and what is summed at once; larger ones spill registers. 16 is
+    """For the forward and the input gradient: pixels, channels and depth per step; larger ones spill registers. 16 is
     the least that tl.dot takes."""
     if factors == tl.float64:
         return {"BLOCK_M": min(rows, 32), "BLOCK_N": power(columns, 16, 16 if depthwise else 32), "BLOCK_K": 16}
@@ -41,7 +41,7 @@ def pixel_tile(columns: int, depthwise: bool, factors: tl.dtype, rows: int = 64)
 
 
 def weight_tile(outputs: int, depth: int, depthwise: bool, factors: tl.dtype) -> dict[str, int]:
-    """Of the weight's gradient: pixels of one step, output channels, weights of one output channel."""
+    """For the weight's gradient: pixels per step, output channels, weights per output channel."""
     wide = factors in (tl.float32, tl.float64)
     block_o = power(outputs, 16, 32 if depthwise or factors == tl.float64 else 64)
     block_j = 1 if depthwise else power(depth, 16, 32 if wide else 64)
@@ -49,7 +49,7 @@ def weight_tile(outputs: int, depth: int, depthwise: bool, factors: tl.dtype) ->
 
 
 def _weight_strides(weight: Tensor, depthwise: bool) -> tuple[Tensor, dict[str, int]]:
-    """The weight, and how far its neighbours are; channels may be innermost, which loads best."""
+    """The weight and its strides; channels may be innermost, which loads best."""
     inputs, size = weight.shape[2], weight.shape[3] ** 2
     if not depthwise and not weight.is_contiguous() and weight.movedim(2, -1).is_contiguous():
         return weight, {"W_CHANNEL": 1, "W_TAP": inputs}
@@ -66,13 +66,13 @@ def _constants(x: Tensor, weight: Tensor, scale: Tensor | None, relu: bool, stri
 
 
 def _sizes(x: Tensor, weight: Tensor, stride: int) -> tuple[dict[str, int], int]:
-    """What kernels are told, and how many values a mean is of."""
+    """Size arguments of the kernels, and the number of values per mean."""
     batch, experts, _, high, wide = out_shape(x, weight, stride)
     return {"B": batch, "E": experts, "H": x.shape[-2], "W": x.shape[-1]}, batch * high * wide
 
 
 def _refuse(x: Tensor, weight: Tensor, stride: int, depthwise: bool, **others: tuple[Tensor | None, Any]) -> None:
-    """What would be read beyond its end; ``others`` as in :func:`refuse`."""
+    """Refuses tensors that would be read beyond their end; ``others`` as in :func:`refuse`."""
     experts, outputs, inputs, *sides = weight.shape
     channels = x.shape[-3]
     fits = (inputs, outputs) == (1, channels) if depthwise else inputs == channels
@@ -232,7 +232,7 @@ def _input(
     need_gate: bool,
     sums: dict[str, Any],
 ) -> dict[str, int]:
-    """Launch ``backward_x_kernel``; enters its partial sums into ``sums`` and returns the numbers of their parts."""
+    """Launches ``backward_x_kernel``; enters its partial sums into ``sums`` and returns how many parts they have."""
     batch, experts, channels, stride = shared["B"], shared["E"], shared["CIN"], shared["STRIDE"]
     one = x.dim() == 4
     together = one and shared["gate_ptr"] is None and (scale is None or scale.shape[0] == 1)
@@ -262,8 +262,8 @@ def _input(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Everything at once, 64 channels: stride 2, gates, statistics. A shared input of 3 channels, without any of it.
-    Depthwise."""
+    """Everything at once with 64 channels: stride 2, gates, statistics. A shared input of 3 channels without any of
+    that. Depthwise."""
     p, w = dtype.pointer, dtype.wide_pointer
     exact = {"PRECISION": IEEE}
     found = []

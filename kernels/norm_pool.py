@@ -48,8 +48,8 @@ def backward_kernel(
     grad_ptr, x_ptr, scale_ptr, shift_ptr, dx_ptr, sums_ptr, E: tl.int32, PIXELS: tl.int32, C: tl.constexpr,
     RELU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, and the part that this image has in those of scale and shift. Every pixel has the same
-    gradient: sums without it are counts, which are exact, and sums of x."""
+    """The gradient of x, and the share of this image in those of scale and shift. Every pixel has the same gradient.
+    Leaving it out of the sums makes them counts, which are exact, and sums of x."""
     image = tl.program_id(0).to(tl.int64)  # of [B, E]
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     channel = c < C
@@ -78,7 +78,7 @@ def backward_kernel(
             tl.store(dx_ptr + place, du * scale, mask=mask)
     if sums_ptr is not None:
         passed = tl.sum(count, axis=0)
-        factor = tl.where(passed > 0, grad, 0.0)  # where none passed, a NaN did not either
+        factor = tl.where(passed > 0, grad, 0.0)  # 0 where none passed: NaNs count as passed
         apart = E.to(tl.int64) * C
         at = sums_ptr + image // E * 2 * apart + columns  # [B, 2, E, C]
         tl.store(at, tl.sum(total, axis=0) * factor, mask=channel)
@@ -86,7 +86,7 @@ def backward_kernel(
 
 
 def _arguments(x: Tensor, scale: Tensor, shift: Tensor, relu: bool) -> dict[str, Any]:
-    """Of both kernels; refuses what would be read beyond its end."""
+    """For both kernels; refuses tensors that would be read beyond their end."""
     experts, channels, high, wide = x.shape[1:]
     refuse(x, scale=(scale, [(experts, channels)]), shift=(shift, [(experts, channels)]))
     if not 0 < high * wide < 2**31:

@@ -1,8 +1,7 @@
 """Triton kernels and launchers of ``norm_sum``: one pass over the images, forward and backward.
 
-A program has BLOCK_R pixels and BLOCK_C channels, of one expert; of all experts in turn if their sum is wanted, forward
-because of gates, backward because they share a residual or the gradient.
-"""
+A program has BLOCK_R pixels and BLOCK_C channels of one expert, or of all experts in turn if they must be summed: in
+the forward because of gates, in the backward because they share a residual or the gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ SIZES = ["B", "E", "PIXELS"]
 
 @triton.jit
 def normalised(ptr, scale_ptr, shift_ptr, place, mask, columns, channel, CT: tl.constexpr):
-    """The values at ``place``, and what their batch norm makes of them, if they have one."""
+    """The values at ``place``, before and after their batch norm, if they have one."""
     value = tl.load(ptr + place, mask=mask, other=0.0).to(CT)
     u = value
     if scale_ptr is not None:
@@ -48,7 +47,7 @@ def forward_kernel(
     B: tl.int64, E: tl.int32, PIXELS: tl.int32, C: tl.constexpr, RELU: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: the residual is that of all experts."""
+    """SHARED: all experts have one residual."""
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
     local = tl.arange(0, BLOCK_R)
     row = start + local < B * PIXELS
@@ -89,8 +88,8 @@ def backward_kernel(
     dx_ptr, dresidual_ptr, sums_ptr, gate_sums_ptr, B: tl.int64, E: tl.int32, PIXELS: tl.int32, C: tl.constexpr,
     RELU: tl.constexpr, SHARED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and residual, with the parts that these pixels have in those of the scales and shifts
-    (``sums_ptr``) and of the gates (``gate_sums_ptr``; then all pixels are of one image)."""
+    """Gradients of x and residual, and the share of these pixels in those of scales and shifts (``sums_ptr``) and of
+    gates (``gate_sums_ptr``; then all pixels are from one image)."""
     part = tl.program_id(0).to(tl.int64)
     group = tl.full([], 0, tl.int64)
     rows = B * PIXELS
@@ -161,8 +160,8 @@ def sums_kernel(
     parts: tl.int64, affines: tl.int64, gate_parts: tl.int64, gates: tl.int64,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of the gradients of scales and shifts, and on grid axis 1 of the gates. Both shifts have one
-    gradient."""
+    """Adds up the parts of the gradients of scales and shifts, and on grid axis 1 of the gates. Both shifts have the
+    same gradient."""
     c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     if sums_ptr is not None:
         if tl.program_id(1) == 0:
@@ -182,7 +181,7 @@ def sums_kernel(
 
 
 def tile(channels: int, rows: int, wide: tl.dtype) -> dict[str, int]:
-    """Pixels and channels of a program; larger ones spill registers."""
+    """Pixels and channels per program; larger tiles spill registers."""
     block_c = power(channels, 4, 64)
     room = (512 if wide == tl.float64 else 1024) // block_c
     return {"BLOCK_R": min(room, power(rows, 1, room)), "BLOCK_C": block_c}
@@ -198,7 +197,7 @@ def _arguments(
     gate: Tensor | None,
     relu: bool,
 ) -> dict[str, Any]:
-    """Of both kernels; refuses what would be read beyond its end."""
+    """For both kernels; refuses tensors that would be read beyond their end."""
     batch, experts, channels, high, wide = x.shape
     per_expert = (experts, channels)
     refuse(
@@ -233,7 +232,7 @@ def norm_sum_forward(
     gate: Tensor | None,
     relu: bool,
 ) -> Tensor:
-    """x ``[B, E, C, H, W]`` -> the same, with gate ``[B, E]`` ``[B, C, H, W]``."""
+    """x ``[B, E, C, H, W]`` -> the same shape, or with a gate ``[B, E]`` -> ``[B, C, H, W]``."""
     shared = _arguments(x, scale, shift, residual, residual_scale, residual_shift, gate, relu)
     batch, experts, channels = x.shape[:3]
     out = _images.empty(x, x.shape if gate is None else (batch, *x.shape[2:]))
@@ -307,7 +306,7 @@ def norm_sum_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """The end of a mixture, with gates, batch norms and a shared residual; the end of a block, without."""
+    """The end of a mixture, with gates, batch norms and a shared residual; the end of a block, without these."""
     p, w = dtype.pointer, dtype.wide_pointer
     found = []
     for case, channels in (("mixture", 64), ("block", 5)):

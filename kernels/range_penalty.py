@@ -1,4 +1,4 @@
-"""Triton kernels and launchers of ``range_penalty``: one partial sum per program, then one sum of them all."""
+"""Triton kernels and launchers of ``range_penalty``: one partial sum per program, then the sum of all of them."""
 
 from __future__ import annotations
 

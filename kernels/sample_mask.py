@@ -29,18 +29,18 @@ from fastmod.ops.sample_mask import WORDS
 ALL_WORDS = tl.constexpr(WORDS)
 LN2_LOW = tl.constexpr(float.fromhex("-0x1.bd01p-13"))
 
-#: The masks agree with other backends bit for bit only if no product is fused into a sum.
+#: Without fused products and sums: only then do masks agree with other backends bit for bit.
 EXACT_OPTIONS: dict[str, Any] = {**OPTIONS, "enable_fp_fusion": False}
 
 
 @triton.jit
 def words_off(logit):
-    """How many of the 2**23 noise values switch a weight with this fp32 logit off, int32; NaN: all of them.
+    """How many of the 2**23 noise values switch off a weight with this fp32 logit, as int32; for NaN all of them.
 
     The formula of ``csrc/constants.h``, operation by operation.
     """
     size = tl.abs(logit)
-    d = tl.where(size < 32.0, size, 32.0)  # of a NaN too, which must not reach the conversion to an integer
+    d = tl.where(size < 32.0, size, 32.0)  # 32 for a NaN too, which must not be converted to an integer
     n = (d * 1.44269504088896341 + 0.5).to(tl.int32)
     whole = n.to(tl.float32)
     x = (whole * 0.693359375 - d) + whole * LN2_LOW
@@ -58,15 +58,15 @@ def words_off(logit):
 
 @triton.jit
 def noise_words(seed, start, stream, QUADS: tl.constexpr, BLOCK: tl.constexpr):
-    """The words of elements ``start .. start + BLOCK - 1``. QUADS: start is a multiple of 4, one Philox call serves
-    four elements."""
+    """The words of elements ``start .. start + BLOCK - 1``. QUADS: start is a multiple of 4, so that one Philox call
+    gives the words of four elements."""
     if QUADS:
         c0, c1, c2, c3 = philox(seed, start // 4 + tl.arange(0, BLOCK // 4), stream)
         return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
     return noise_word(seed, start + tl.arange(0, BLOCK), stream)
 
 
-@triton.jit(do_not_specialize=["first"])  # masked layers count it up: each value would be compiled anew
+@triton.jit(do_not_specialize=["first"])  # masked layers increase it: each value would be compiled again
 def forward_kernel(
     logits_ptr, weight_ptr, out_ptr, seed_ptr, seed_value: tl.int64, stream: tl.int64, first: tl.int64,
     samples: tl.int64, P: tl.int64, QUADS: tl.constexpr, BLOCK: tl.constexpr, CT: tl.constexpr,
@@ -81,17 +81,17 @@ def forward_kernel(
     value = tl.full([BLOCK], 1.0, CT)
     if weight_ptr is not None:
         value = tl.load(weight_ptr + i, mask=inside, other=0.0).to(CT)
-    value = tl.where(logit == logit, value, float("nan"))  # no NaN turns into a confident mask
+    value = tl.where(logit == logit, value, float("nan"))  # a NaN must not become a confident mask
     for s in range(samples):
         words = noise_words(seed, (first + s) * P + begin, stream, QUADS, BLOCK)
         keep = tl.where((words >> 9).to(tl.int32) >= off, 1.0, 0.0).to(CT)
-        # A product, not a choice: 0 * inf is NaN here as in torch.
+        # A product, not a choice: 0 * inf is NaN as in torch.
         tl.store(out_ptr + s * P + i, keep * value, mask=inside)
 
 
 @triton.jit
 def slope_at_one(u, logit, decay):
-    """``s * (1 - s)`` at temperature 1: with ``decay = exp(-|l|)`` and u counted from the side that l favours,
+    """``s * (1 - s)`` at temperature 1: with ``decay = exp(-|l|)`` and u measured from the side that l favours,
     ``s = u / (u + decay * (1 - u))``."""
     low = logit < 0
     v = 1.0 - u  # exact
@@ -134,7 +134,7 @@ def backward_kernel(
 
 
 def tile(weights: int, wide: tl.dtype) -> dict[str, Any]:
-    """Constants of a launch over ``weights`` elements."""
+    """Constants for a launch over ``weights`` elements."""
     return {"QUADS": weights % 4 == 0, "BLOCK": 512 if wide == tl.float64 else 1024, "CT": wide}
 
 
@@ -186,7 +186,7 @@ def sample_mask_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """One Philox call serves one weight or, in quads, four."""
+    """One Philox call per weight or, in quads, per four weights."""
     p = dtype.pointer
     found = []
     for weights in (1000, 1001):

@@ -1,14 +1,14 @@
-"""Triton kernels and launchers of ``smfr``: a stack of MFNNRs in four launches a step, whatever its depth, and many
-nets' in the same four.
+"""Triton kernels and launchers of ``smfr``: a stack of MFNNRs in four launches per step for any depth, and for any
+number of nets.
 
-A program takes BLOCK_B rows through all layers. What passes from step to step goes through memory that this program
-alone reads and writes, so that a barrier is enough; the backward wants most of it anyway. Layers are a loop, not
-unrolled: where their tensors lie and how large they are stands in a table, which every program writes from its
-arguments before it begins, for Triton cannot index them.
+A program takes BLOCK_B rows through all layers. Data passes between steps through memory that only this program reads
+and writes, so that a barrier is enough; the backward needs most of it anyway. The layers are a loop, not unrolled.
+Triton cannot index kernel arguments, so every program first writes them, pointers and sizes of all layers, into a
+table.
 
 Forward: the stack, and the sum of the penalty's parts. Backward: gradients through the activations, from the last layer
 to the first, then those of all weights, biases and temperatures, each summed over the batch by one program. Products
-are fp32 from whatever dtype: three of tf32, which lose nothing.
+are fp32 for any dtype: three tf32 products, which lose nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,13 @@ import triton.language as tl
 from fastmod.kernels._common import GUMBEL, OPTIONS, TRITON_TYPES, guard
 from fastmod.kernels._images import IEEE, TF32_THRICE
 from fastmod.kernels._stack import (
-    Layer,
-    Place,
     copy_rows,
-    counts_of,
-    fits,
     fnn,
     fnn_backward,
-    layers_of,
     mix,
     net_and_rows,
     number_at,
-    numbers_of,
     offset_at,
-    plan,
     pointer_at,
     route,
     route_backward,
@@ -44,10 +37,10 @@ from fastmod.kernels._stack import (
     store_sum,
     sum_of,
     through,
-    tile,
     weight_gradient,
     write_table,
 )
+from fastmod.kernels._stack_plan import Layer, Place, counts_of, fits, layers_of, numbers_of, plan, tile
 from fastmod.kernels.gated_residual import gate_gradients, gate_rows
 from torch import Tensor
 
@@ -58,17 +51,17 @@ from fastmod.ops.mfnnr import BATCH_TILE, NO_PENALTY
 from fastmod.ops.mfnnr import FORWARD as MFNNR_FORWARD
 from fastmod.ops.multiplex import MODES
 
-#: Pointers of a layer before those of its seed, temperature and parameters: input, activations; forward logits, gates
-#: and output too.
+#: Pointers of a layer before those of its seed, temperature and parameters: input, activations; in the forward also
+#: logits, gates and output.
 FORWARD_POINTERS = tl.constexpr(5)
 BACKWARD_POINTERS = tl.constexpr(2)
-#: Numbers of a layer before the widths of its linear layers: M, N, activations a row of all layers before it, and of
-#: this one before its logits, its routed blocks, its new values.
+#: Numbers of a layer before the widths of its linear layers: M, N; activations per row of all layers before it, and of
+#: this layer before its logits, its routed blocks and its new values.
 SIZES = tl.constexpr(6)
 #: Numbers of a linear layer: see `weight_kernel`.
 LINEAR_NUMBERS = tl.constexpr(5)
-#: Options of the two launches with a program per tile of rows. Left to itself ptxas spills registers for more programs
-#: at once; what loops load ahead takes more of them than there are.
+#: Options of the two launches with a program per tile of rows. Left to itself ptxas spills registers to run more
+#: programs at once; loading ahead in loops takes more registers than there are.
 NVIDIA_OPTIONS = {**OPTIONS, "num_warps": 8, "num_stages": 1, "maxnreg": 224}
 AMD_OPTIONS = {**OPTIONS, "num_stages": 1}  # warps are twice as large there
 WEIGHT_TILE = {"BLOCK_O": 32, "BLOCK_I": 64, "BLOCK_B": 32, "BLOCK_T": 128}
@@ -79,14 +72,14 @@ STACK_OPTIONS = NVIDIA_OPTIONS if torch.version.hip is None else AMD_OPTIONS
 def forward_kernel(
     pointers, table_ptr, x_ptr, rounded_ptr, weights_ptr, partials_ptr, tau_value: tl.float64, threshold: tl.float64,
     B: tl.int64, NUMBERS: tl.constexpr, STEPS: tl.constexpr, SHARED: tl.constexpr, DEPTH: tl.constexpr,
-    ROOM: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr, CONTEXT: tl.constexpr,
+    MOST_WEIGHTS: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr, CONTEXT: tl.constexpr,
     MODE: tl.constexpr, PENALTY: tl.constexpr, TAU: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_B rows through DEPTH layers. TAU: dtype of the temperatures, or None. ROOM: numbers of a row at
-    ``weights_ptr``, those of the layer that has most. Parameters lie as PT; they and blocks count as DT, to which x is
-    first rounded if ``rounded_ptr`` is given. STEPS: see `write_table`; SHARED: all nets have one x."""
+    """BLOCK_B rows through DEPTH layers. TAU: dtype of the temperatures, or None. MOST_WEIGHTS: numbers per row at
+    ``weights_ptr``, enough for the layer with the most. Parameters are stored as PT; they and blocks are treated as DT,
+    to which x is first rounded if ``rounded_ptr`` is given. STEPS: see `write_table`; SHARED: all nets have one x."""
     net, first = net_and_rows(B, BLOCK_B, STEPS)
     rows = first + tl.arange(0, BLOCK_B)
     mask = rows < B
@@ -94,7 +87,7 @@ def forward_kernel(
     table_ptr += pid * (len(pointers) + len(NUMBERS))
     write_table(table_ptr, pointers, net, B, NUMBERS, STEPS)
     if STEPS is not None:
-        weights_ptr += (pid * BLOCK_B - first) * ROOM
+        weights_ptr += (pid * BLOCK_B - first) * MOST_WEIGHTS
     if rounded_ptr is not None:
         size = number_at(table_ptr + len(pointers), 0) * D
         copy_rows(
@@ -116,7 +109,8 @@ def forward_kernel(
             ROUTE, BLOCK_O, BLOCK_K, PRECISION, PT, DT, CT,
         )  # fmt: skip
         tau, seed = routing(own_ptr + FORWARD_POINTERS, tau_value, MODE, TAU, CT)
-        own_weights_ptr = weights_ptr + first * (ROOM - m * n)  # a part of its own for this program, whatever the layer
+        # The same part of the memory for this program in every layer.
+        own_weights_ptr = weights_ptr + first * (MOST_WEIGHTS - m * n)
         of_logits = route(
             logits_ptr, own_weights_ptr, pointer_at(own_ptr, 2, DT), first, tau, seed, limit, B, m, n, of_logits, MODE,
             PENALTY, BLOCK_B, BLOCK_S, BLOCK_M, CT,
@@ -148,15 +142,16 @@ def backward_kernel(
     pointers, table_ptr, x_ptr, rounded_ptr, grad_out_ptr, grad_penalty_ptr, dx_ptr, grads_ptr, flow_ptr, weights_ptr,
     dtaus_ptr,
     tau_value: tl.float64, threshold: tl.float64, B: tl.int64, penalty_step: tl.int64, NUMBERS: tl.constexpr,
-    STEPS: tl.constexpr, SHARED: tl.constexpr, DEPTH: tl.constexpr, ROOM: tl.constexpr, FLOW: tl.constexpr,
+    STEPS: tl.constexpr, SHARED: tl.constexpr, DEPTH: tl.constexpr, MOST_WEIGHTS: tl.constexpr, FLOW: tl.constexpr,
     KEPT: tl.constexpr, D: tl.constexpr, ROUTE: tl.constexpr, UPDATE: tl.constexpr,
     CONTEXT: tl.constexpr, MODE: tl.constexpr, TAU: tl.constexpr, PARAMS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients through the activations of BLOCK_B rows, of all layers: what comes out of each linear one is kept at
-    ``grads_ptr`` as the forward keeps its results, KEPT numbers a row. ``flow_ptr``: gradients between layers, FLOW
-    numbers a row. PARAMS: pointers of a layer's parameters, and of their gradients if those are wanted."""
+    """Gradients through the activations of BLOCK_B rows, for all layers. Those of each linear layer's results are
+    stored at ``grads_ptr`` in the same layout as the results, KEPT numbers per row. ``flow_ptr``: gradients between
+    layers, FLOW numbers per row. PARAMS: pointers to a layer's parameters, and to their gradients if those are
+    wanted."""
     net, first = net_and_rows(B, BLOCK_B, STEPS)
     rows = first + tl.arange(0, BLOCK_B)
     mask = rows < B
@@ -167,8 +162,8 @@ def backward_kernel(
     of_input = number_at(table_ptr + len(pointers), 0) * D
     size = number_at(table_ptr + len(pointers) + (DEPTH - 1) * (SIZES + ROUTE + UPDATE), 1) * D
     if STEPS is not None:
-        before = pid * BLOCK_B - first  # rows of the nets before this one, with those that are not there
-        weights_ptr += before * ROOM
+        before = pid * BLOCK_B - first  # rows of the previous nets, including those that do not exist
+        weights_ptr += before * MOST_WEIGHTS
         flow_ptr += before * FLOW
         grads_ptr += before * KEPT
         if grad_out_ptr is not None:
@@ -204,7 +199,7 @@ def backward_kernel(
                 tl.full([], threshold, CT), n, D, BLOCK_D, CT, CT,
             )  # fmt: skip
         tl.debug_barrier()
-        # The update FNN, to the routed blocks and to x.
+        # The update FNN, back to the routed blocks and to x.
         params_ptr = own_ptr + EXTRA + 2 * ROUTE
         from_ptr = fnn_backward(
             params_ptr, sizes_ptr + SIZES + ROUTE, dnew_ptr, new_ptr, rows, mask, B, UPDATE, BLOCK_O, BLOCK_K,
@@ -228,7 +223,7 @@ def backward_kernel(
         tau, seed = routing(own_ptr + BACKWARD_POINTERS, tau_value, MODE, TAU, CT)
         logits_ptr = pointer_at(own_ptr, 1, CT) + offset_at(sizes_ptr, 3, B)
         dlogits_ptr = own_grads_ptr + offset_at(sizes_ptr, 3, B)
-        own_weights_ptr = weights_ptr + first * (ROOM - m * n)
+        own_weights_ptr = weights_ptr + first * (MOST_WEIGHTS - m * n)
         dtau = route_backward(
             drouted_ptr, pointer_at(own_ptr, 0, DT), logits_ptr, dlogits_ptr, own_weights_ptr, grad_penalty_ptr, first,
             tau, seed, tl.full([], threshold, CT), B, m, n, tl.zeros([BLOCK_S], CT), D, MODE, BLOCK_B, BLOCK_R, BLOCK_D,
@@ -265,11 +260,11 @@ def weight_kernel(
     BLOCK_I: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PT: tl.constexpr,
     TT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Grid axis 1: linear layers, and if there are temperatures these as one more; axis 0: tiles of a weight, of many
-    nets one net's after the other's, whose tables are those of their first programs.
+    """Grid axis 1: linear layers, and the temperatures, if there are any, as one more; axis 0: tiles of a weight, one
+    net after the other, each with the table of its first program.
 
-    Numbers of a linear layer: outputs, inputs, where in the activations of its layer its inputs begin, how many of them
-    do so (the others are x's), where in the gradients of all layers its results are; each but the first two per row.
+    Numbers of a linear layer: outputs, inputs; then, per row, where its inputs begin in the activations of its layer,
+    how many of them are there (the others are x's), and where its results are in the gradients of all layers.
     """
     linear = tl.program_id(1)
     tile = tl.program_id(0)
@@ -306,7 +301,7 @@ def weight_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def penalty_kernel(partials_ptr, penalty_ptr, programs: tl.int32, BLOCK_T: tl.constexpr, CT: tl.constexpr):
-    """A program a net, so that its sum is the same to the bit however many there are."""
+    """One program per net, so that a net's sum has the same bits for any number of nets."""
     net = tl.program_id(0).to(tl.int64)
     tl.store(penalty_ptr + net, sum_of(partials_ptr + net * programs, programs, 1, BLOCK_T, CT))
 
@@ -328,7 +323,7 @@ def stack_forward(
     x: Tensor, layers: Sequence[Layer], tau_value: float, mode: int, context: bool, threshold: float, save: bool,
     low: torch.dtype | None,
 ) -> StackOutput:  # fmt: skip
-    """Of a stack that :func:`fits`; of many nets in the same two launches."""
+    """For a stack that :func:`fits`; many nets take the same two launches."""
     nets = layers[0].nets
     d, lead = x.shape[-1], x.shape[:-2]
     wide, dtype = compute_dtype(x), low or x.dtype
@@ -341,7 +336,7 @@ def stack_forward(
         return StackOutput(outs, x.new_zeros(nets, dtype=wide), logits, gates, nothing)
     found = plan(x, layers, mode, context, low)
     padded = triton.cdiv(found.batch, BATCH_TILE) * BATCH_TILE
-    # Without `save` it is the workspace of this call.
+    # Without `save` this is just the workspace of the call.
     saved = [
         x.new_empty((*nets, padded * (sum(layer.widths) + n * d)), dtype=wide)
         for layer, (_, n) in zip(layers, pairs, strict=True)
@@ -357,8 +352,8 @@ def stack_forward(
     penalty = x.new_empty(nets, dtype=wide) if penalised else x.new_zeros(nets, dtype=wide)
     with guard(x):
         forward_kernel[(programs,)](
-            weights_ptr=found.scratch(found.room), partials_ptr=partials, tau_value=tau_value, threshold=threshold,
-            PENALTY=penalised, **found.arguments(places), **STACK_OPTIONS,
+            weights_ptr=found.scratch(found.most_weights), partials_ptr=partials, tau_value=tau_value,
+            threshold=threshold, PENALTY=penalised, **found.arguments(places), **STACK_OPTIONS,
         )  # fmt: skip
         if penalised:
             penalty_kernel[(found.copies,)](
@@ -389,13 +384,13 @@ def stack_backward(
     need_params: bool,
     low: torch.dtype | None,
 ) -> StackGrads:
-    """``inputs``: of every layer but the first."""
+    """``inputs``: those of every layer but the first."""
     nets, wide = layers[0].nets, compute_dtype(x)
     grad_penalty = None if threshold == NO_PENALTY else grad_penalty
     nothing = x.shape[:-2].numel() == 0 or (grad_out is None and grad_penalty is None)
     made = torch.zeros if nothing else torch.empty
     of_taus = [tau_dtype(layer.tau, x) for layer in layers if layer.tau is not None]
-    one = of_taus[0] if len(set(of_taus)) == 1 else wide  # of all: the kernel writes them by one type
+    one = of_taus[0] if len(set(of_taus)) == 1 else wide  # one for all, as the kernel writes them as one type
     result = StackGrads(
         made(x.shape if need_x else (*nets, 0), dtype=x.dtype, device=x.device),
         [made(nets, dtype=one, device=x.device) for _ in of_taus],
@@ -424,7 +419,7 @@ def stack_backward(
             grad_out_ptr=None if grad_out is None else grad_out.contiguous(),
             grad_penalty_ptr=grad_penalty, penalty_step=0 if grad_penalty is None else sum(grad_penalty.stride()),
             dx_ptr=result.x if need_x else None, grads_ptr=grads, flow_ptr=found.scratch(flow),
-            weights_ptr=found.scratch(found.room), dtaus_ptr=dtaus, tau_value=tau_value, threshold=threshold,
+            weights_ptr=found.scratch(found.most_weights), dtaus_ptr=dtaus, tau_value=tau_value, threshold=threshold,
             FLOW=flow, KEPT=kept, PARAMS=of_params, **arguments, **STACK_OPTIONS,
         )  # fmt: skip
         if need_params or dtaus is not None:
@@ -530,7 +525,7 @@ COMPILED: dict[str, Any] = {
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Of 16 bits those with noise read fp32, as under autocast."""
+    """With 16 bits those with noise read fp32, as under autocast."""
     if dtype.name == "fp64":  # see `fits`
         return []
     p, w = dtype.pointer, dtype.wide_pointer
@@ -553,7 +548,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         params, extra = len(layers[0].params), ["*i64", "*fp32"] if gumbel else []
         shared = {
             "table_ptr": "*i64", "weights_ptr": w, "NUMBERS": numbers_of(x, layers, context), "SHARED": nets > 1,
-            "D": d, "DEPTH": len(layers), "ROOM": max(m * n for m, n in pairwise(counts)),
+            "D": d, "DEPTH": len(layers), "MOST_WEIGHTS": max(m * n for m, n in pairwise(counts)),
             "ROUTE": len(hidden) + 1, "UPDATE": len(hidden) + 1, "CONTEXT": context, "MODE": MODES[mode],
             "TAU": tl.float32 if gumbel else None, **tile(counts, d),
             "PRECISION": TF32_THRICE, "PT": dtype.compute if gumbel else dtype.element, "DT": dtype.element,
@@ -581,12 +576,12 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             Specialisation(backward_kernel, backward, NVIDIA_OPTIONS, case, stack_on_amd),
             Specialisation(weight_kernel, weight, OPTIONS, case, {"PRECISION": IEEE}),
         ]
-    if dtype.name == "fp32":  # which penalties are of, whatever the layers are
+    if dtype.name == "fp32":  # the dtype of penalties for any dtype of the layers
         sums = {"partials_ptr": w, "penalty_ptr": w, "BLOCK_T": WEIGHT_TILE["BLOCK_T"], "CT": dtype.compute}
         found.append(Specialisation(penalty_kernel, sums, OPTIONS))
     return found
 
 
 def some_steps(pointers: int, nets: int) -> tuple[tuple[int, ...], ...] | None:
-    """The code is the same for any that are not 0."""
+    """Example steps: the code is the same for all that are not 0."""
     return tuple((4 * i, 4, 4) for i in range(1, 1 + pointers)) if nets > 1 else None

@@ -1,8 +1,8 @@
 """Triton kernels and launchers of ``template_mix``: a program has some columns of the bank, and all rows of logits.
 
-Forward: a program makes the weights, then its columns of the product, tile by tile. Backward: the gradient is read
-once, for the bank's gradient and for this program's part in that of the weights; a second kernel adds the parts up and
-goes on to the logits.
+Forward: a program computes the weights, then its columns of the product, tile by tile. Backward: the gradient is read
+once, for the bank's gradient and for this program's share in that of the weights; a second kernel adds up the shares
+and computes the gradient of the logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES = ["ROWS", "SIZE"]
 
 @triton.jit
 def logits_at(logits_ptr, row, k, ROWS, K: tl.constexpr, CT: tl.constexpr):
-    """``[rows, k]``; -inf beyond the last template, whose weight that makes 0."""
+    """``[rows, k]``; -inf beyond the last template, which makes the weight 0."""
     mask = (row < ROWS)[:, None] & (k < K)[None, :]
     t = tl.load(logits_ptr + (row * K)[:, None] + k[None, :], mask=mask, other=0.0).to(CT)
     return tl.where((k < K)[None, :], t, float("-inf"))
@@ -44,7 +44,7 @@ def row_stats(logits_ptr, row, ROWS, K: tl.constexpr, MIXING: tl.constexpr, BLOC
         local = tl.arange(0, BLOCK_K)
         for first in range(0, K, BLOCK_K):
             t = logits_at(logits_ptr, row, first + local, ROWS, K, CT)
-            largest = tl.maximum(largest, tl.max(t, axis=1))  # NaNs are left out, and come into the sum
+            largest = tl.maximum(largest, tl.max(t, axis=1))  # ignores NaNs, which reach the sum
         total = tl.zeros(row.shape, CT)
         for first in range(0, K, BLOCK_K):
             t = logits_at(logits_ptr, row, first + local, ROWS, K, CT)
@@ -65,7 +65,7 @@ def weights_at(logits_ptr, row, k, largest, total, ROWS, K: tl.constexpr, MIXING
 
 @triton.jit
 def all_weights(logits_ptr, row, k, ROWS, K: tl.constexpr, MIXING: tl.constexpr, CT: tl.constexpr):
-    """The same where k are all templates: every logit is read once."""
+    """The same if k covers all templates: every logit is read once."""
     t = logits_at(logits_ptr, row, k, ROWS, K, CT)
     if MIXING == SOFTMAX:
         t = tl.exp(t - tl.max(t, axis=1)[:, None])
@@ -79,7 +79,7 @@ def all_weights(logits_ptr, row, k, ROWS, K: tl.constexpr, MIXING: tl.constexpr,
 def some_weights(
     logits_ptr, row, k, ROWS, K: tl.constexpr, MIXING: tl.constexpr, BLOCK_K: tl.constexpr, CT: tl.constexpr
 ):
-    """Of the templates k, BLOCK_K of them."""
+    """The weights of templates k, BLOCK_K of them."""
     if K <= BLOCK_K:
         weights = all_weights(logits_ptr, row, k, ROWS, K, MIXING, CT)
     else:
@@ -90,7 +90,7 @@ def some_weights(
 
 @triton.jit
 def tanh(t):
-    """-m / (2 + m) of m = exp(-2 |t|) - 1, without the digits that 1 takes from a small m: in fp64 by the quotient of m
+    """-m / (2 + m) with m = exp(-2 |t|) - 1, but without the cancellation in a small m: in fp64 by the quotient of m
     and the logarithm of the exponential, which has the same error, in fp32 by the series of tanh."""
     x = -2 * tl.abs(t)
     u = tl.exp(x)
@@ -108,8 +108,9 @@ def tanh(t):
 
 @triton.jit
 def split_product(weights, b, total, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """``total + weights @ b``, b in the dtype of products: of reduced precision are only its numbers, weights are fp32
-    and made of two numbers. What is not finite in b meets the first of them alone."""
+    """``total + weights @ b``, with b in the dtype of products. With reduced precision only b has that precision;
+    weights are fp32 and split into two numbers, of which only the first is multiplied by values of b that are not
+    finite."""
     high = rounded(weights, dtype)
     total = product(high, b, total, PRECISION)
     if dtype == tl.bfloat16 or dtype == tl.float16:
@@ -122,7 +123,7 @@ def split_product(weights, b, total, dtype: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def tile_at(ptr, rows, columns, count, SIZE, DT: tl.constexpr):
-    """``[rows, columns]`` of a matrix with ``count`` rows of SIZE."""
+    """``[rows, columns]`` of a matrix ``[count, SIZE]``."""
     mask = (rows < count)[:, None] & (columns < SIZE)[None, :]
     return tl.load(ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :], mask=mask, other=0.0).to(DT)
 
@@ -138,7 +139,7 @@ def held_weights(
     logits_ptr, k, ROWS, K: tl.constexpr, MIXING: tl.constexpr, GROUPS: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Of the templates k and all rows: GROUPS of ``[BLOCK_L, BLOCK_K]``, which a program keeps."""
+    """Weights of templates k for all rows: GROUPS of ``[BLOCK_L, BLOCK_K]``, which a program keeps."""
     weights = ()
     for i in tl.static_range(GROUPS):
         row = i * BLOCK_L + tl.arange(0, BLOCK_L).to(tl.int64)
@@ -152,8 +153,8 @@ def forward_kernel(
     PRECISION: tl.constexpr, GROUPS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK_P columns, with all rows. GROUPS: of BLOCK_L rows, whose weights are made once for all tiles of a
-    program; 0: they are too many, and a program has one tile."""
+    """Tiles of BLOCK_P columns, with all rows. GROUPS: groups of BLOCK_L rows, whose weights are computed once for all
+    tiles of a program; 0: there are too many, and a program has one tile."""
     part = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     local = tl.arange(0, BLOCK_L).to(tl.int64)
@@ -190,8 +191,8 @@ def backward_kernel(
     BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_P columns: BLOCK_K templates (grid axis 1) of the bank's gradient, and
-    ``partials[program, rows, K]``. GROUPS: of BLOCK_L rows, whose weights are made, and parts written, once for all
-    tiles of a program; 0: they are too many, and a program has one tile."""
+    ``partials[program, rows, K]``. GROUPS: groups of BLOCK_L rows, whose weights are computed, and partials written,
+    once for all tiles of a program; 0: there are too many, and a program has one tile."""
     part = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     local = tl.arange(0, BLOCK_L).to(tl.int64)
@@ -244,7 +245,7 @@ def finish_kernel(
     partials_ptr, logits_ptr, dlogits_ptr, parts: tl.int64, ROWS: tl.int64, K: tl.constexpr, MIXING: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: the parts added up in a fixed order, then through the mixing."""
+    """For one row: adds up the parts in a fixed order, then goes back through the mixing."""
     row = tl.program_id(0).to(tl.int64)
     one = row + tl.zeros([1], tl.int64)
     local = tl.arange(0, BLOCK_C)
@@ -271,7 +272,8 @@ def finish_kernel(
 
 @triton.jit
 def store_logits(dlogits_ptr, row, k, found, weights, mean, K: tl.constexpr, MIXING: tl.constexpr):
-    """``found``, the gradient of the weights ``[1, k]``, through the mixing; mean: of it, by the weights."""
+    """Stores ``found``, the gradient of the weights ``[1, k]``, after the mixing's backward; mean: its weighted
+    mean."""
     if MIXING == SOFTMAX:
         found = weights * (found - mean[:, None])
     elif MIXING == TANH:
@@ -291,20 +293,20 @@ def row_sums(
 # ---- Launchers
 
 
-#: Programs of a launch, if there are columns enough: no more than keep what each of them reads and writes beside bank
-#: and gradients (the logits, its part of the gradient of the weights) within OVERHEAD of all bytes, as in CUDA C++.
+#: Programs per launch, if there are enough columns. What each reads and writes besides bank and gradients (logits, its
+#: share of the weights' gradient) limits their number: at most OVERHEAD of all bytes, as in CUDA C++.
 LEAST_PROGRAMS, MOST_PROGRAMS, OVERHEAD = 64, 1024, 0.045
-#: Groups of 16 rows whose weights a program keeps; more of them spill registers in the backward.
+#: Groups of 16 rows whose weights a program keeps; more would spill registers in the backward.
 MOST_GROUPS = 9
 
 
 def programs(numbers: int, of_each: int, tiles: int) -> int:
-    """``numbers``: of bank, result and gradients; ``of_each``: what a program adds to them."""
+    """``numbers``: those of bank, result and gradients; ``of_each``: what a program adds to them."""
     return min(max(int(OVERHEAD * numbers / of_each), LEAST_PROGRAMS), MOST_PROGRAMS, tiles)
 
 
 def forward_tile(rows: int, templates: int, element: tl.dtype) -> dict[str, Any]:
-    """Larger ones spill registers, on AMD those of 16 bits; smaller ones of fp32 do so on NVIDIA where weights are made
+    """Larger tiles spill registers, on AMD those of 16 bits. On NVIDIA smaller fp32 tiles spill if weights are computed
     tile by tile."""
     few = element == tl.float64
     block_k, groups = 16 if few else power(templates, 16, 32), triton.cdiv(rows, 16)
@@ -314,7 +316,7 @@ def forward_tile(rows: int, templates: int, element: tl.dtype) -> dict[str, Any]
 
 
 def backward_tile(rows: int, templates: int, element: tl.dtype) -> dict[str, Any]:
-    """Larger ones spill registers: there are two products in the loop, and weights and sums of each group of rows."""
+    """Larger tiles spill registers: the loop has two products, and weights and sums for each group of rows."""
     few, groups = element == tl.float64, triton.cdiv(rows, 16)
     held = groups <= (1 if few else MOST_GROUPS)
     columns = 32 if few or (held and groups > 1) else 64
@@ -327,16 +329,17 @@ def backward_tile(rows: int, templates: int, element: tl.dtype) -> dict[str, Any
 
 
 def backward_options(groups: int, element: tl.dtype) -> dict[str, Any]:
-    """What loops load ahead takes shared memory and registers; several groups of fp32 have twice the threads."""
+    """Nothing is loaded ahead, which would take shared memory and registers; several fp32 groups get twice the
+    threads."""
     return {**OPTIONS, "num_stages": 1, "num_warps": 8 if groups > 1 and element == tl.float32 else 4}
 
 
-#: Of the sums of parts: so many of them, and templates, at once.
+#: How many parts and templates the sum of parts takes at once.
 FINISH_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
 
 
 def _arguments(logits: Tensor, bank: Tensor, mixing: int) -> dict[str, Any]:
-    """Of both kernels; refuses what would be read beyond its end."""
+    """For both kernels; refuses tensors that would be read beyond their end."""
     check_mixture(logits, bank)
     if not 0 <= mixing < len(MIXINGS):
         raise ValueError(f"mixing: expected 0 (softmax), 1 (tanh) or 2 (none), got {mixing}")
@@ -376,7 +379,7 @@ def template_mix_backward(
     rows, templates, size = shared["ROWS"], shared["K"], shared["SIZE"]
     blocks = backward_tile(rows, templates, shared["DT"])
     parts, wide = triton.cdiv(size, blocks["BLOCK_P"]), compute_dtype(bank)
-    if blocks["GROUPS"] > 0:  # of each: the logits, and its part of the gradient of the weights twice
+    if blocks["GROUPS"] > 0:  # per program: the logits, and twice its share of the gradient of the weights
         of_each = (1 + 2 * wide.itemsize // bank.element_size()) * rows * templates
         parts = programs((rows + 2 * templates) * size, of_each, parts)
     partials = bank.new_empty((parts, rows, templates), dtype=wide) if needs[0] else None
@@ -397,7 +400,7 @@ def template_mix_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Of few layers, many, and more than a program keeps the weights of: of fp64 that is all beyond few."""
+    """Few layers, many, and more than a program can keep the weights of, which in fp64 is all beyond few."""
     p, w = dtype.pointer, dtype.wide_pointer
     found = []
     cases = [("l16-tanh", 16, 1), ("l96", 96, 0), ("l144", 144, 0), ("l160", 160, 0)]
