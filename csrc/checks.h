@@ -1,7 +1,6 @@
 // Last line of defence for callers of torch.ops.fastmod; the friendly messages live in fastmod/ops/. This file holds
 // what the checks of several ops share. An op's own check, for its CPU and its CUDA part, is in its
-// csrc/cpu/*_kernel.h, or in a csrc/cpu/foo.h if it has no such kernels; some ops need nothing beyond the functions
-// below.
+// csrc/cpu/*_kernel.h or in a csrc/cpu/foo.h; some ops need nothing beyond the functions below.
 #pragma once
 
 #include <ATen/core/Tensor.h>

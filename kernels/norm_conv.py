@@ -310,6 +310,6 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         **dict.fromkeys(("weight_sums_ptr", "affine_sums_ptr", "gate_sums_ptr", "dscale_ptr", "dshift_ptr"), w),
         **dict.fromkeys(("dweight_ptr", "dbias_ptr", "dgate_ptr"), p), "CT": dtype.compute, **sums_tile(100),
     }  # fmt: skip
-    if dtype.is_wide:  # it never meets another
+    if dtype.is_wide:  # it is never mixed with another dtype
         found.append(Specialisation(stats_kernel, stats, OPTIONS))
     return [*found, Specialisation(sums_kernel, sums, OPTIONS)]

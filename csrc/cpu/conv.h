@@ -113,7 +113,7 @@ void conv_block(const ConvRun<T>* runs, int64_t count, const T* source, int64_t 
         else piece(from, weight, terms, to, std::false_type{});
         first = false;
       }
-    if (first) piece(source, runs[0].weight, 0, to, std::true_type{});  // no tap meets these pixels: zeros
+    if (first) piece(source, runs[0].weight, 0, to, std::true_type{});  // no tap reaches these pixels: zeros
     if (bias)  // last: if added first, a large bias would cost every term digits
       for (int p = 0; p < kPixels; ++p)
         for (int v = 0; v < kVectors; ++v) {

@@ -16,7 +16,7 @@ struct ChainLayer {
   const T *weight, *bias;    // packed as for norm_conv; [E, cout] or null
   FASTMOD_INLINE int64_t taps() const { return winograd ? 16 : kernel * kernel; }
 };
-// Where a value [high, wide, channels] lies in the scratch of an image: inside a frame of zeros, with one row and
+// Where a value [high, wide, channels] is in the scratch of an image: inside a frame of zeros, with one row and
 // column before it and two after it.
 struct ChainFrame {
   int64_t channels, high, wide, at;

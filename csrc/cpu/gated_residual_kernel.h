@@ -64,15 +64,14 @@ void gated_residual_backward(const GatedResidualArgs<T>& args, int64_t begin, in
       const int64_t at = (first + r) * args.d;
       T sum = 0;
       for (int64_t block = 0; block < args.d; block += kGateTerms) {
-        T beside[8] = {};  // short sums side by side: a long one would lose digits
+        T part[8] = {};  // short sums side by side: a long one would lose digits
         for (int64_t i = block; i < std::min(block + kGateTerms, args.d); ++i) {
           const T grad = args.grad[at + i];
           args.grad_x[at + i] = shut[r] * grad;
           args.grad_fresh[at + i] = open[r] * grad;
-          beside[i % 8] += grad * (args.fresh[at + i] - args.x[at + i]);
+          part[i % 8] += grad * (args.fresh[at + i] - args.x[at + i]);
         }
-        sum +=
-            ((beside[0] + beside[1]) + (beside[2] + beside[3])) + ((beside[4] + beside[5]) + (beside[6] + beside[7]));
+        sum += ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
       }
       args.grad_gate[first + r] = sum * open[r] * shut[r];
     }

@@ -1,6 +1,7 @@
 // The torch-facing side of an inverted residual block in training: passes over the images (inverted_residual_kernel.h),
 // and the small steps between them: statistics, squeeze-excite, the gradients of batch norms.
 #include "cpu/small_layers.h"
+#include "cpu/inverted_residual.h"
 #include "cpu/inverted_residual_kernel.h"
 
 namespace fastmod::cpu {

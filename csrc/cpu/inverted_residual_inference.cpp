@@ -1,6 +1,7 @@
 // The torch-facing side of an inverted residual block with given statistics; the work is in
 // inverted_residual_inference_kernel.h.
 #include "cpu/small_layers.h"
+#include "cpu/inverted_residual.h"
 #include "cpu/inverted_residual_inference_kernel.h"
 
 namespace fastmod::cpu {

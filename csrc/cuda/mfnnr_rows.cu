@@ -1,5 +1,5 @@
-// What an MFNNR that smfr.cu cannot serve does between its products, one block for each row of the batch: routing and
-// gated residual, forward and backward. Any M, N and D: routing weights are in global memory.
+// Routing and gated residual, forward and backward, of an MFNNR that smfr.cu cannot handle: the steps between its matrix
+// products. One block per row of the batch. Any M, N and D: routing weights are in global memory.
 #include "smfr.cuh"
 
 namespace fastmod::cuda {
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) *total = share;
 }
 
-// `lanes` threads, a power of two, at most a warp, share a sum.
+// `lanes` threads (a power of two, at most a warp) share a sum.
 template <typename C>
 __device__ inline C sum_of_lanes(C value, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   C* grads = grad_updated + row * (values + shape.n);
   for (int n0 = 0; n0 < n_count; n0 += groups) {
     const int n = n0 + static_cast<int>(threadIdx.x) / lanes;
-    const bool active = n < n_count;  // the others stay for the shuffles
+    const bool active = n < n_count;  // inactive lanes stay for the shuffles
     const C logit = active ? outputs[values + n] : C(0), open = sigmoid(logit), shut = sigmoid(-logit);
     C total = 0;
     for (int d = lane; active && d < d_count; d += lanes) {
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const C* above = grad_routed + row * shape.n * shape.d;
   const C* own_logits = logits + row * width;
   C *grads = grad_logits + row * width, *own = weights + row * width;
-  for (int i0 = 0; i0 < width; i0 += groups) {  // grads: first those of the weights
+  for (int i0 = 0; i0 < width; i0 += groups) {  // grads: at first those of the weights
     const int i = i0 + static_cast<int>(threadIdx.x) / lanes, m = i / n_count, n = i - m * n_count;
     C total = 0;
     for (int d = lane; i < width && d < d_count; d += lanes) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int n = threadIdx.x; n < n_count; n += kThreads) {
     auto found = column.scores(own + n, m_count, n_count, row * width + n);
     column.add_up(own + n, m_count, n_count, found);
-    C mean = 0, centre = 0;  // over m, of the gradients of the weights and of the scores
+    C mean = 0, centre = 0;  // means over m of the weights' gradients and of the scores
     for (int i = n; i < width; i += n_count) {
       const C weight = column.soft(own[i], found);
       mean += weight * grads[i];

@@ -53,7 +53,7 @@ __device__ inline float route_row(const Stack<T, W>& s, const StackLayer<T>& lay
   for (int n = r.lane; n < n_count; n += kThreadsOfRow) {
     auto found = column.scores(weights + n, m_count, n_count, r.at * width + n);
     column.add_up(weights + n, m_count, n_count, found);
-    float mean = 0, centre = 0;  // over m, of the gradients of the weights and of the scores
+    float mean = 0, centre = 0;  // means over m of the weights' gradients and of the scores
     for (int m = 0; m < m_count; ++m) {
       const int i = m * n_count + n;
       const float weight = column.soft(weights[i], found);
