@@ -1,5 +1,5 @@
-// Routing and gated residual, forward and backward, of an MFNNR that smfr.cu cannot handle: the steps between its matrix
-// products. One block per row of the batch. Any M, N and D: routing weights are in global memory.
+// Routing and gated residual, forward and backward, of an MFNNR that smfr.cu cannot handle: the steps between its
+// matrix products. One block per row of the batch. Any M, N and D: routing weights are in global memory.
 #include "smfr.cuh"
 
 namespace fastmod::cuda {
