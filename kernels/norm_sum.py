@@ -1,7 +1,8 @@
 """Triton kernels and launchers of ``norm_sum``: one pass over the images, forward and backward.
 
 A program has BLOCK_R pixels and BLOCK_C channels of one expert, or of all experts in turn if they must be summed: in
-the forward because of gates, in the backward because they share a residual or the gradient."""
+the forward because of gates, in the backward because they share a residual or the gradient.
+"""
 
 from __future__ import annotations
 
