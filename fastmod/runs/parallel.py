@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -133,10 +134,24 @@ def joined() -> Iterator[Alone]:
     before, team = team, Team()
     try:
         yield team
-        dist.barrier()  # nobody hangs up while another is still reading
+        wait_for_all()
     finally:
         team = before
         dist.destroy_process_group()
+
+
+def wait_for_all() -> None:
+    """The last call before a group is let go: nobody hangs up while another is still reading.
+
+    In a thread of its own. After a backward, what a thread asks of gloo holds that thread's Python context
+    (torch.autograd.graph), which gloo's thread drops under the GIL. The destructor of the group waits for gloo's thread
+    and keeps the GIL: it would wait forever.
+    """
+    if dist.get_backend() == "nccl":  # a new thread has another current device
+        dist.barrier()
+        return
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(dist.barrier).result()
 
 
 def _device() -> str:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 # with it threads that may still be at work when the interpreter ends, which aborts the process.
 import torch.distributed.nn
 
+from fastmod.runs.parallel import wait_for_all
+
 
 @contextlib.contextmanager
 def one_of_two(rank: int, folder: str) -> Iterator[None]:
@@ -19,5 +21,5 @@ def one_of_two(rank: int, folder: str) -> Iterator[None]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     yield
-    dist.barrier()  # nobody hangs up while the other is still reading
+    wait_for_all()
     dist.destroy_process_group()
