@@ -103,8 +103,8 @@ inline Scratch backward_x_parts(const ConvShape& shape, int64_t tiles) {
 }
 
 // Adds up the gradients of weights and bias over the warps, then over the blocks along x. Scratch: partial weights
-// [blocks, E, out, inputs, taps], then partial biases [blocks, E, out]. `own`: the weights of one filter; `once`: this
-// thread's lane also handles what the filter has only once (its bias).
+// [blocks, E, out, inputs, taps], then partial biases [blocks, E, out]. `own`: the weights of one filter; `once`:
+// whether this thread's lane also handles what the filter has only once (its bias and batch norm).
 template <typename T>
 __device__ inline void leave_weights(const ConvBackwardWeight<T>& conv, const Lane& lane,
                                      const Compute<T> (&found)[kMaxTaps], Compute<T> of_bias, int64_t filter,

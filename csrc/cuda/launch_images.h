@@ -47,8 +47,8 @@ struct BatchNorm {
   C* shift = nullptr;
   C bessel = 1, momentum = 0, eps = 0;
   int64_t* batches = nullptr;  // a counter, which goes up by one; may be null
-  int channels = 0;            // used if there is a gap: numbers between the weights (and biases) of two experts
-  int64_t gap = 0;
+  int channels = 0;            // per expert; read only if there is a gap
+  int64_t gap = 0;             // numbers between the weights (and biases) of one expert and the next
 };
 
 // The gradient of y with those of its mean and variance: grad + per_value * (grad_mean + 2 grad_var (y - mean)).
