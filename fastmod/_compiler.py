@@ -1,4 +1,4 @@
-"""What torch.compile has to know of our functions, told when it is first used: to import it takes a second."""
+"""Tells torch.compile about our functions when it is first used: importing it takes a second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def in_graph(function: _Function) -> _Function:
-    """``torch.compiler.allow_in_graph``, which imports the compiler, as soon as somebody else has imported it."""
+    """Calls ``torch.compiler.allow_in_graph``, which imports the compiler, once something else has imported it."""
     if _COMPILER in sys.modules:
         torch.compiler.allow_in_graph(function)
     else:
@@ -27,7 +27,7 @@ def in_graph(function: _Function) -> _Function:
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads the compiler, then tells it."""
+    """Loads the compiler, then tells it about the functions."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader

@@ -22,12 +22,12 @@ NAME = "fastmod._C"
 MODULE: ModuleType | None = None
 #: Whether the native kernels of the ``fastmod::`` ops exist; their schemas always do.
 LOADED = False
-#: One line for people: what was loaded, or why not.
+#: One line for users: what was loaded, or why not.
 STATUS = ""
 
 
 def built_stamp() -> dict[str, str] | None:
-    """The stamp that the build left beside the package, readable without loading the extension."""
+    """The stamp that the build wrote beside the package; readable without loading the extension."""
     path = Path(__file__).with_name("_build.json")
     try:
         stamp = json.loads(path.read_text())
@@ -37,11 +37,11 @@ def built_stamp() -> dict[str, str] | None:
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep what it gets back, up to 62 MB, as it does in every program that once freed a tensor as large.
+    """Make malloc keep up to 62 MB of freed memory, as in every program that has once freed a tensor of 31 MB.
 
-    glibc returns free memory at the end of its heap to the system beyond twice the largest block that was ever freed,
-    at most 32 MB. Activations of small nets stay below that, so that every step meets fresh pages: an inference of
-    ResMixNet(2,2) took 9,000 page faults, a fifth of its time. The block here is never touched.
+    glibc returns free memory at the end of its heap to the system if it is more than twice the largest block ever freed
+    (blocks over 32 MB do not count). Activations of small nets are smaller than that, so that every step got fresh
+    pages: an inference of ResMixNet(2,2) took 9,000 page faults, a fifth of its time. The block here is never touched.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
@@ -82,7 +82,7 @@ def _warn() -> None:
 
 
 def leave_unused() -> None:
-    """The extension was loaded, and then a schema turned out to have other arguments than its kernel."""
+    """For an extension that was loaded before a schema turned out to differ from its kernel's."""
     global MODULE, LOADED, STATUS
     if LOADED:
         MODULE, LOADED, STATUS = None, False, OLDER
@@ -117,7 +117,7 @@ def _has_cuda_kernels() -> bool:
 
 def covers(archs: str, capability: tuple[int, int]) -> bool:
     """Whether code built for ``archs`` ("8.0 9.0+PTX") runs on a GPU: machine code within its major version, PTX on
-    anything newer. Architectures that are not numbers ("visible GPUs") are taken on trust."""
+    anything newer. Architectures that are not numbers ("visible GPUs") are assumed to fit."""
     for arch in archs.replace(";", " ").split():
         number, _, ptx = arch.partition("+")
         try:

@@ -24,8 +24,8 @@ OPS = tuple(sorted(path.stem for path in (Path(__file__).parent / "ops").glob("[
 class _Thread(threading.local):
     """The choice of the running thread, None outside of every ``with``.
 
-    torch.compile guards on the attribute, in the thread that calls, as long as ``__init__`` makes it (it runs in every
-    thread); a default of the class it would take for constant.
+    ``__init__``, which runs in every thread, sets the attribute, so that torch.compile guards on its value in the
+    calling thread; a default of the class would be taken for a constant.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ _process = "auto"
 
 
 def active() -> str:
-    """The choice that holds here and now."""
+    """The choice in force here and now."""
     choice = _thread.choice
     return _process if choice is None else choice
 
@@ -50,14 +50,14 @@ class use_backend:  # noqa: N801 - it reads as a function and, in a `with`, as a
     >>> with fastmod.use_backend("native"):
     ...     y = model(x)
 
-    A ``with`` is seen by its own thread alone, not by threads that are started inside of it. A call is seen by every
-    thread that is not inside of a ``with``: by its own at once, by the others when the object it returns is gone,
-    which is at the end of the statement unless somebody keeps it; only then is it sure that no ``with`` follows. A call
-    inside of a ``with`` holds at once and after it. Inside of a function that torch.compile compiles, use ``with``: a
-    call would hold to the end of that function.
+    A ``with`` affects its own thread only, not threads that are started inside it. A call affects every thread that is
+    not inside a ``with``: its own at once, the others when the object it returns is deleted, which is at the end of the
+    statement unless that is kept; only then is it certain that no ``with`` follows. A call inside a ``with`` takes
+    effect at once and lasts beyond it. Inside a function that torch.compile compiles, use ``with``: a call would last
+    until the end of that function.
     """
 
-    _waits = False  # for a `with`, or for its own end; here of an object whose name was refused
+    _waits = False  # for a `with`, or for its deletion; the default is for an object whose name was refused
 
     def __init__(self, name: str) -> None:
         if name not in BACKENDS:
@@ -68,11 +68,11 @@ class use_backend:  # noqa: N801 - it reads as a function and, in a `with`, as a
 
     def __enter__(self) -> None:
         self._waits = False
-        _thread.choice = self._name  # again, where one object serves several blocks
+        _thread.choice = self._name  # again, as one object may serve several blocks
 
     def __del__(self) -> None:
         global _process
-        if self._waits:  # no `with` came: it was a call
+        if self._waits:  # no `with` followed: it was a call
             _process = self._name
             if self._outer is None and _thread.choice == self._name:
                 _thread.choice = None
@@ -126,10 +126,10 @@ def resolve(op: str, tensor: Tensor) -> str:
         return "reference"  # it checks its arguments first
     if forward_ad._current_level >= 0:
         return "reference"  # torch.func.jvp and dual numbers: the kernels have no forward-mode derivative
-    choice = _thread.choice  # as in active(), without the time of a call
+    choice = _thread.choice  # active() without the cost of a call
     if choice is None:
         choice = _process
-    if choice == "auto" and tensor.is_cpu:  # the common case without a search
+    if choice == "auto" and tensor.is_cpu:  # the common case, without a lookup
         return "native" if _extension.LOADED else "reference"
     device_type = tensor.device.type
     if choice == "auto":
@@ -147,14 +147,14 @@ def checks_first(chosen: str) -> bool:
     """Whether an op checks its arguments before it runs.
 
     The compiled ops refuse bad arguments themselves, tersely and at no cost; the Python checks, which take longer than
-    a small kernel, then say what was wrong. Plain PyTorch and a trace have nobody else to refuse.
+    a small kernel, then say what was wrong. Plain PyTorch and a trace have no other checks.
     """
     return chosen == "reference" or torch.compiler.is_compiling()
 
 
 def autocasts(tensor: Tensor) -> bool:
-    """Whether autocast is on for the device of ``tensor``; torch refuses to tell of meta tensors, which know none."""
-    if tensor.is_cpu:  # without the half microsecond that it takes to ask a tensor for the name of its device
+    """Whether autocast is on for the device of ``tensor``; for meta tensors, where torch raises an error, it is not."""
+    if tensor.is_cpu:  # saves the half microsecond of asking a tensor for the name of its device
         return torch.is_autocast_enabled("cpu")
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
@@ -174,9 +174,8 @@ def lowered(first: Tensor, *tensors: Any) -> tuple[Any, ...]:
 
 
 def rounded_by_kernel(first: Tensor, *tensors: Tensor, alike: bool = True) -> torch.dtype | None:
-    """The autocast dtype, if kernels can round to it what they read, as ``lowered`` would, and nothing has to be
-    cast: ``first`` is of it or fp32, and so are ``tensors``, all alike if they must be. None where ``lowered`` is asked
-    for."""
+    """The autocast dtype, if kernels can round to it as they read, so that nothing has to be cast: ``first`` and
+    ``tensors`` have it or fp32, the latter all the same if ``alike``. None where ``lowered`` has to cast."""
     dtype = torch.get_autocast_dtype(first.device.type)
     kinds = {t.dtype for t in tensors}
     both = {first.dtype, *kinds}
@@ -186,7 +185,7 @@ def rounded_by_kernel(first: Tensor, *tensors: Tensor, alike: bool = True) -> to
     return dtype if served and torch.float32 in both and not transformed() else None
 
 
-#: Where a launch takes longer than what it does: on a GPU all parameters of an op are cast by one.
+#: Where a launch takes longer than its work: on a GPU one launch casts all parameters of an op.
 CAST_TOGETHER = {"cuda"}
 
 
@@ -196,7 +195,7 @@ def _casts_together(device_type: str) -> bool:
 
 
 class CastTogether(torch.autograd.Function):
-    """Tensors in another dtype, in one launch, and their gradients back in another."""
+    """Casts tensors in one launch, and their gradients back in another."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -67,7 +67,7 @@ def doctor(
     ] = False,
     op: Annotated[list[str] | None, typer.Option(help="Of --full: only this op; repeat for several.")] = None,
 ) -> None:
-    """Show versions and build, run every op on every backend; exit 1 when something that should work does not.
+    """Show versions and build, run every op on every backend; exit 1 if something that should work does not.
 
     On a machine with a GPU, `fastmod doctor --full > report.json` is the one file to send in."""
     report = doctor_module.examine()

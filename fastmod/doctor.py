@@ -1,4 +1,4 @@
-"""Self-examination: runs every op on every backend, forward and backward, against the fp64 reference."""
+"""Self-test: runs every op on every backend, forward and backward, against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 2e-5  # of fp32 results on these small samples, relative to the larg
 
 @dataclass(frozen=True)
 class Line:
-    """What one backend does with one op on one device."""
+    """The result of one op on one backend and device."""
 
     op: str
     backend: str
@@ -39,7 +39,7 @@ class Report:
     stamp: dict[str, str]
     cpu_isa: str
     lines: list[Line]
-    problems: list[str]  # what should work and does not, beside the lines
+    problems: list[str]  # what should work and does not, besides the lines
 
     @property
     def healthy(self) -> bool:

@@ -34,7 +34,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
 
 
 def words(seed: Tensor, shape: torch.Size, *, stream: int, device: torch.device, start: int = 0) -> Tensor:
-    """32-bit noise words in int64: that of element ``i`` in contiguous order depends on (seed, stream, start + i)."""
+    """32-bit noise words in int64; that of element ``i`` in contiguous order depends on (seed, stream, start + i)."""
     numel = shape.numel()
     seed = seed.to(device)
     first, skipped = start // 4, start % 4
@@ -56,10 +56,10 @@ def gumbel(seed: Tensor, shape: torch.Size, *, stream: int, dtype: torch.dtype, 
 
 def seed_tensor(seed: int | Tensor | None, device: torch.device, name: str = "seed") -> Tensor:
     """The seed as an int64 0-d tensor on ``device``; ``None`` draws one from torch's generator, so
-    ``torch.manual_seed`` rules.
+    ``torch.manual_seed`` applies.
 
-    Nothing waits for the device, so that a CUDA graph can hold it: a replay draws anew from a seed of ``None``, reads a
-    tensor on the device as it then is, and repeats an int and a tensor that was on the CPU, which is copied.
+    Nothing waits for the device, so that a CUDA graph can capture it: a replay draws anew for ``None``, reads the
+    current value of a tensor on the device, and repeats an int or a tensor that was on the CPU, which is copied.
     """
     if seed is None:
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)

@@ -33,7 +33,7 @@ def steps(
 
     def forward(model: Callable[..., Any]) -> list[Tensor]:
         found = model(x)
-        if isinstance(found, tuple):  # the twin returns its penalty or None, ours keeps it
+        if isinstance(found, tuple):  # the twin returns its penalty or None, our model keeps it
             return [t for t in found if t is not None]
         return [found] if threshold is None else [found, ours.penalty()]
 

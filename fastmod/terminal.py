@@ -1,4 +1,4 @@
-"""Output on any terminal: what its encoding has no bytes for is spelt in ASCII and does not end the program."""
+"""Output on any terminal: characters that its encoding lacks are written in ASCII instead of ending the program."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SPELT = {"±": "+-", "…": "~", "¬": "not "}
 
 
 def be_lenient() -> None:
-    """For the streams of this process: rich draws tables in ASCII where it must, not the words in them, and marks
-    what it cuts off with a character of its own."""
+    """Set up the streams of this process: rich draws tables in ASCII where it must, but not the words in them nor its
+    own mark for text that was cut off."""
     codecs.register_error("fastmod", _spell)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,7 +1,7 @@
 """How the threads of OpenMP wait for work: spinning, or asleep. Imported before torch, so without it.
 
 Where cores are shared, a thread that spins keeps the one it waits for from running: a step of ALGO on two cores took 4
-to 28 times as long with others at work. On a calm machine to sleep costs about a tenth. OpenMP reads the environment,
+to 28 times as long with others at work. On a calm machine sleeping costs about a tenth. OpenMP reads the environment,
 once, when torch loads it.
 """
 
@@ -12,10 +12,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-# Any of these says that the user has decided; the last one is for the OpenMP of Intel and of LLVM.
+# If one of these is set, the user has decided; the last one is for the OpenMP of Intel and of LLVM.
 _DECIDED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-#: Commands that train for minutes or days, in which another load may come at any time. Not those that measure.
+#: Commands that train for minutes or days, in which other load may come at any time. Not those that measure.
 _LONG = ("study", "sweep", "live")
 
 
@@ -32,10 +32,10 @@ def trains(command: Sequence[str]) -> bool:
 
 
 def choose() -> None:
-    """For this process and those it starts, if it is a long command, and OpenMP is not there yet.
+    """Let threads sleep in this process and those it starts, if it is a long command and OpenMP is not loaded yet.
 
-    Studies always wait asleep, and do not look first whether the machine is calm: it may be so for their first second
-    alone. A program that imports fastmod is left as it is.
+    Studies always sleep, without looking first whether the machine is calm, which may change after a second. Programs
+    that import fastmod are not changed.
     """
     if trains(sys.orig_argv) and not decided() and "torch" not in sys.modules:
         os.environ.update(_PASSIVE)
@@ -43,7 +43,7 @@ def choose() -> None:
 
 @contextlib.contextmanager
 def passively() -> Iterator[None]:
-    """Processes that are started inside wait asleep, unless the user has decided."""
+    """Threads of processes started inside sleep, unless the user has decided."""
     if decided():
         yield
         return

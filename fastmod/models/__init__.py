@@ -1,4 +1,4 @@
-"""Nets that studies train, by architecture. ``FNN`` and those called Block map
+"""The nets that studies train, by architecture. ``FNN`` and those named Block map
 ``[B, in_blocks, D] -> [B, out_blocks, D]``."""
 
 from fastmod.models.block_transformer import BlockTransformer

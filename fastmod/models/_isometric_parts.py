@@ -1,4 +1,4 @@
-"""What lies around the layers of an isometric net: adapters and heads, for several tasks side by side."""
+"""The adapters and heads around the layers of an isometric net, for several tasks at once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from fastmod.ops.norm_pool import norm_pool
 
 
 def of_task(values: Tensor, task: int | None) -> Tensor:
-    """``[T, ...]`` -> the task's ``[1, ...]``, or all."""
+    """``[T, ...]`` -> that of one task, ``[1, ...]``, or all."""
     return values if task is None or values.shape[0] == 1 else values[task : task + 1]
 
 
 class TaskNorm(nn.Module):
-    """Batch norm with statistics per task ``[T, C]``; ``weight`` and ``bias`` [1, C], of all tasks, or [T, C]."""
+    """Batch norm with statistics per task ``[T, C]``; ``weight`` and ``bias`` [1, C], shared by all tasks, or [T,
+    C]."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -40,7 +41,7 @@ class TaskNorm(nn.Module):
         self.register_buffer("num_batches_tracked", torch.zeros(tasks, dtype=torch.long))
 
     def affine(self, mean: Tensor | None, var: Tensor | None, count: int, task: int | None) -> Affine:
-        """Scale and shift ``[T or 1, C]``; in training the statistics of the task move."""
+        """Scale and shift ``[T or 1, C]``; in training, updates the statistics of the task."""
         tasks = self.running_mean.shape[0]
         where = slice(None) if task is None else slice(task, task + 1)
         weight, bias = (of_task(p, task) for p in (self.weight, self.bias))
@@ -90,7 +91,7 @@ class InputAdapter(nn.Module):
         cut = x[..., : high * side, : wide * side].unflatten(-1, (wide, side)).unflatten(-3, (high, side))
         # [B, T, C, H', side, W', side] -> [B, T, C * side * side, H', W']; pixel_unshuffle leaves an empty batch alone
         patches = cut.permute(0, 1, 2, 4, 6, 3, 5).flatten(2, 4)
-        # As a 1x1 convolution of the patches, whose pixels are channels now.
+        # A 1x1 convolution of the patches, whose pixels are channels now.
         weight = self.weight.flatten(1)[None, :, :, None, None].expand(tasks, -1, -1, -1, -1)
         bias = None if self.bias is None else self.bias.expand(tasks, -1)
         found = norm_conv(patches, weight, bias=bias, stats=self.norm.training)
@@ -144,7 +145,8 @@ class OutputAdapter(nn.Module):
 class TaskHead(nn.Module):
     """``[B, T, F]`` -> scores ``[T, B, classes]``, of one task ``[B, 1, F]`` -> ``[B, classes]``.
 
-    ``weight`` [sum of classes, F] and ``bias``: the heads of all tasks in one, so that none is ever without a gradient.
+    ``weight`` [sum of classes, F] and ``bias``: the heads of all tasks in one tensor, so that each always has a
+    gradient.
     """
 
     def __init__(self, features: int, classes: Sequence[int], shared: bool) -> None:
@@ -153,7 +155,7 @@ class TaskHead(nn.Module):
         rows = self.classes[0] if shared else sum(self.classes)
         self.weight = nn.Parameter(torch.empty(rows, features))
         self.bias = nn.Parameter(torch.empty(rows))
-        for p in (self.weight, self.bias):  # as nn.Linear starts
+        for p in (self.weight, self.bias):  # initialised as nn.Linear
             nn.init.uniform_(p, -(features**-0.5), features**-0.5)
 
     def forward(self, x: Tensor, task: int | None) -> Tensor | list[Tensor]:

@@ -29,12 +29,12 @@ class BlockTransformer(nn.Module):
         self.encoder = nn.TransformerEncoder(encoder, layers, nn.LayerNorm(size), enable_nested_tensor=False)
         self.decoder = nn.TransformerDecoder(decoder, layers, nn.LayerNorm(size))
         for parameter in (*self.encoder.parameters(), *self.decoder.parameters()):
-            if parameter.dim() > 1:  # layers are copies of one another until here
+            if parameter.dim() > 1:  # until here the layers are copies of one another
                 nn.init.xavier_uniform_(parameter)
 
     @torch.no_grad()
     def attention(self, x: Tensor) -> Tensor:
-        """What the first layer reads, the mean over heads: ``[B, in_blocks (read), in_blocks (reading)]``."""
+        """The attention of the first layer, averaged over heads: ``[B, in_blocks (read), in_blocks (reading)]``."""
         tokens = self.inward(x) + self.positions
         first = self.encoder.layers[0].self_attn
         assert isinstance(first, nn.MultiheadAttention)

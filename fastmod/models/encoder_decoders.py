@@ -1,6 +1,6 @@
 """Encoder-decoders: from one padded sequence of numbers to another.
 
-Both are called with the target, of which they see what comes before each place, and give scores for every place.
+Both are called with the target, and score every position from what comes before it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ PAD, START = 0, 1
 
 
 def shifted_right(target: Tensor) -> Tensor:
-    """What a decoder sees of ``target [B, T]``: the start, then all but the last."""
+    """The input of a decoder for ``target [B, T]``: the start symbol, then all but the last."""
     return F.pad(target[:, :-1], (1, 0), value=START)
 
 
 class LSTMEncoderDecoder(nn.Module):
-    """Two LSTMs without attention: the decoder begins with the encoder's last state.
+    """Two LSTMs without attention: the decoder starts from the last state of the encoder.
 
     ``source [B, L]``, ``target [B, T]`` -> scores ``[B, T, V]``. With teacher forcing the decoder sees the
-    target's words; else its own predictions. Dropout: of embedded words, and between layers.
+    target's words; else its own predictions. Dropout on embedded words and between layers.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SequenceTransformer(nn.Module):
             memory_key_padding_mask=padding,
             tgt_is_causal=True,
         )
-        # The embedding's weights, read off it: they are not masked, as embeddings are not.
+        # The weights of the embedding, outside any Linear: embeddings are not masked, so these are not either.
         return F.linear(out, self.read.weight) if self.output is None else self.output(out)
 
     def _with_positions(self, embedded: Tensor) -> Tensor:

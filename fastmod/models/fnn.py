@@ -16,8 +16,8 @@ class MLP(nn.Module):
     Args:
         sizes: of the input, the hidden layers and the output.
         activation: between two layers.
-        init_scale: the weights begin as nn.Linear's, times this.
-        names: of the layers, if others are wanted.
+        init_scale: weights are initialised as in nn.Linear, times this.
+        names: of the layers, in place of these.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class FNN(nn.Module):
     def __init__(self, in_blocks: int, out_blocks: int, block_size: int, width: int, depth: int) -> None:
         super().__init__()
         sizes = [in_blocks * block_size, *[width] * depth, out_blocks * block_size]
-        # Numbers: the names in checkpoints of block studies.
+        # Numbers, as these are the names in checkpoints of block studies.
         self.layers = MLP(sizes, F.leaky_relu, names=[str(number) for number in range(depth + 1)])
         self.out_blocks, self.block_size = out_blocks, block_size
 

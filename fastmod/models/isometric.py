@@ -23,7 +23,7 @@ class IsometricNet(nn.Module):
         channels: of the layers; the paper's nets have 24 or 40.
         layers, templates: L and K.
         classes: of every task, or a list with one number per task.
-        tasks: T. Templates and adapters are shared; shares, statistics of batch norm and heads are a task's own.
+        tasks: T. Templates and adapters are shared; each task has its own shares, batch norm statistics and head.
         se: whether blocks have a squeeze-excite.
         output: channels c1, c2 of the output adapter; by default (128, 256), from 40 channels on (960, 1280).
         patch: side of the patches that the input adapter cuts the image into, its kernel and stride.
@@ -32,8 +32,8 @@ class IsometricNet(nn.Module):
         dropout: before the head.
         adapter_into_blocks: each block also receives the input adapter's output: ``expand`` reads both (Table 6).
         shared_head: one head for all tasks, as domains have.
-        norm, mixing, init, signature, share_layers: of :class:`fastmod.nn.Compositional`; with ``norm="per_task"`` the
-            adapters' scales and shifts, too, are a task's own.
+        norm, mixing, init, signature, share_layers: of :class:`fastmod.nn.Compositional`; with ``norm="per_task"`` each
+            task also has its own scales and shifts in the adapters.
 
     Parameters: those of ``input_adapter``, ``body`` (``bank.weight`` [K, P], ``logits`` [T, L, K]), ``output_adapter``
     and ``head``. Every one has a dense gradient whichever task a batch belongs to.
@@ -97,11 +97,11 @@ class IsometricNet(nn.Module):
         return self.head(self.dropout(self.embed(x, task, order)), None if task is None else int(task))
 
     def embed(self, x: Tensor, task: int | None = 0, order: Sequence[int] | None = None) -> Tensor:
-        """What the head reads: ``[B, T, c2]``, of one task ``[B, 1, c2]``."""
+        """The input of the head: ``[B, T, c2]``, of one task ``[B, 1, c2]``."""
         return self.output_adapter(self.features(x, task, order), task)
 
     def features(self, x: Tensor, task: int | None = 0, order: Sequence[int] | None = None) -> Tensor:
-        """What the last block returns: ``[B, T, C, H', W']``, of one task ``[B, 1, C, H', W']``."""
+        """The result of the last block: ``[B, T, C, H', W']``, of one task ``[B, 1, C, H', W']``."""
         x = self.stacked(x, task)
         x = self.input_adapter(x, task)
         extra = (x,) if self.adapter_into_blocks else ()

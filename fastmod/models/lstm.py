@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 
 class LSTM(nn.Module):
-    """``[B, T, inputs]`` -> what the output layer says at every step, ``[B, T, outputs]``; ``layers`` on top of each
-    other. ``xavier``: begin with :func:`xavier_lstm_` instead of torch's weights."""
+    """``[B, T, inputs]`` -> the output layer at every step, ``[B, T, outputs]``; ``layers`` stacked LSTMs.
+    ``xavier``: initialise with :func:`xavier_lstm_` instead of torch's weights."""
 
     def __init__(self, inputs: int, units: int, outputs: int, layers: int = 1, *, xavier: bool = False) -> None:
         super().__init__()

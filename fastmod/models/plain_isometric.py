@@ -68,7 +68,7 @@ class PlainIsometricNet(nn.Module):
         return self._leave(x, task)
 
     def _weights(self, task: int) -> dict[str, Tensor]:
-        """Every tensor of all layers, ``[L, ...]``: a matrix product each."""
+        """Every tensor of all layers, ``[L, ...]``, by a matrix product each."""
         if self.fixed is not None:
             chosen = self.fixed[task]
             found = {n: torch.stack([w[k] for k in chosen]) for n, w in self.templates.items()}
@@ -153,7 +153,7 @@ def _copied(norm: TaskNorm) -> TaskNorm:
 
 
 def _dict(values: Mapping[str, Tensor]) -> nn.ParameterDict:
-    """Copies, in this order, in which ParameterDict would not leave them."""
+    """Copies, in this order, which ParameterDict would change."""
     found = nn.ParameterDict()
     for name, value in values.items():
         found[name] = _copy(value)

@@ -1,4 +1,4 @@
-"""The ResMixNet and its baselines without fastmod's ops, a loop over the experts, as one would write them: for races.
+"""The ResMixNet and its baselines without fastmod's ops, with a loop over the experts, for races.
 
 ``fastmod.models.load_plain`` moves their weights into the fast twins.
 """
@@ -16,7 +16,7 @@ from fastmod.nn.basic_block import Expert
 
 
 def _he(model: nn.Module) -> None:
-    """He's start for the convolutions, as in the fast twins: those of a gater have no batch norm behind them."""
+    """He's initialisation of the convolutions, as in the fast twins: those of a gater have no batch norm after them."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d):
             if ".gate." in name:
@@ -45,7 +45,7 @@ class PlainGater(nn.Module):
 
 
 class PlainMixture(nn.Module):
-    """``[B, C, H, W]`` -> ``[B, C', H', W']``, the experts one after the other."""
+    """``[B, C, H, W]`` -> ``[B, C', H', W']``, computing the experts one after the other."""
 
     def __init__(self, in_channels: int, out_channels: int, experts: int, depth: int, stride: int = 1) -> None:
         super().__init__()

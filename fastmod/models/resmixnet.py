@@ -1,4 +1,4 @@
-"""The Residual Mixture Network, and the residual nets and the VGG it was compared with, of the same layers."""
+"""The Residual Mixture Network, and the residual nets and the VGG of its paper, built from the same layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Net(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Images ``[B, C, H, W]`` -> ``[B, 16, H', W']``, written out, as shortcuts add it."""
+        """Images ``[B, C, H, W]`` -> ``[B, 16, H', W']``, written out, as shortcuts add them."""
         check_images(x, self.in_channels)
         count_batches(x, self)
         if chain.served(x) and not self.stem_norm.training:
@@ -62,7 +62,7 @@ class ResMixNet(_Net):
 
     ``stem`` to 16 channels, ``mixtures.0`` of 16, ``mixtures.1`` of 32 (stride 2), ``tail`` of 64 (stride 2), the mean
     over all pixels, ``head``. The paper's (2, 2) has 273750 parameters, (4, 1) 192730; what it prints as (5, 3) for
-    CIFAR is E = 3, D = 5. Convolutions start as He et al. start them, each expert apart; batch norm at 1 and 0.
+    CIFAR is E = 3, D = 5. Convolutions are initialised as by He et al., each expert independently; batch norm 1 and 0.
     """
 
     def __init__(self, experts: int, depth: int, classes: int = 2, in_channels: int = 3, stem_stride: int = 2) -> None:
@@ -81,7 +81,7 @@ class ResMixNet(_Net):
     def gates(self, x: Tensor) -> list[Tensor]:
         """The weights that the gaters give to the experts for these images, ``[B, E]`` per mixture.
 
-        In training mode they are those of the batch, and running statistics move as in a forward.
+        In training mode batch norm uses the batch, and running statistics are updated as in a forward.
         """
         x = self.enter(x)
         found = []
@@ -95,8 +95,8 @@ class ResMixNet(_Net):
 class FusedResNet(_Net):
     """Images ``[B, C, H, W]`` -> scores ``[B, classes]``: ``stages`` of 16, 32, 64 ... channels, E = 1.
 
-    Basic blocks, or bottlenecks of these widths with four times as many channels. The second stage and those after it
-    halve the image.
+    Basic blocks, or bottlenecks of these widths with four times as many channels. Every stage but the first
+    halves the image.
     """
 
     def __init__(
@@ -212,12 +212,12 @@ def load_plain(model: nn.Module, plain: nn.Module) -> nn.Module:
             names = [name.replace(".experts.", f".experts.{e}.", 1) for e in range(_experts_at(model, name))]
             values = [theirs[n] for n in names if n in theirs]
             if len(values) != len(names):
-                raise ValueError(f"plain: expected {names[len(values)]}, of which {name} is made, got no such entry")
+                raise ValueError(f"plain: expected {names[len(values)]}, which {name} is made of, got no such entry")
             used.update(names)
             stacked[name] = values[0] if name.endswith("num_batches_tracked") else torch.stack(values)
     unused = [name for name in theirs if name not in used]
     if unused:
-        raise ValueError(f"plain: expected the twin of this net, got entries that it has not, such as {unused[0]}")
+        raise ValueError(f"plain: expected the twin of this net, got entries that it lacks, such as {unused[0]}")
     model.load_state_dict(stacked)
     return model
 

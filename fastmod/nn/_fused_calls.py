@@ -1,4 +1,4 @@
-"""What the forward of a fused model calls: an ordinary Conv2d and BatchNorm2d, run as experts with E = 1."""
+"""What the forward of a fused model calls: ordinary Conv2d and BatchNorm2d, run as experts with E = 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fastmod.ops.batch_affine import batch_affine
 
 
 def normalise(x: Tensor | Pending, conv: nn.Conv2d, norm: nn.BatchNorm2d, relu: bool) -> Pending:
-    """``relu(norm(conv(x)))``, applied by whoever reads it; with the modes and statistics of ``nn.BatchNorm2d``."""
+    """``relu(norm(conv(x)))``, where its consumer applies norm and ReLU; modes and statistics as in
+    ``nn.BatchNorm2d``."""
     moves = norm.training and norm.track_running_stats
     if moves and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
@@ -34,12 +35,12 @@ def read(x: Pending, conv: nn.Conv2d) -> Tensor:
 
 
 def write(x: Pending) -> Tensor:
-    """What is pending, as ``[B, C, H, W]`` for readers that do not apply it themselves."""
+    """Applies what is pending, for consumers that cannot do it themselves: ``[B, C, H, W]``."""
     return finish(x, relu=x.relu).squeeze(1)
 
 
 def add(x: Pending, other: Tensor | Pending, relu: bool) -> Tensor:
-    """``relu(x + other)`` ``[B, C, H, W]``; a sum that broadcasts or promotes is left to torch."""
+    """``relu(x + other)`` ``[B, C, H, W]``; torch computes a sum that broadcasts or promotes dtypes."""
     added = other.images.squeeze(1) if isinstance(other, Pending) else other
     images = x.images.squeeze(1)
     if isinstance(added, Tensor) and added.shape == images.shape and added.dtype == images.dtype:

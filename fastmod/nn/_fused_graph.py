@@ -1,4 +1,4 @@
-"""From the graph of an ordinary net to one whose batch norms are applied by the convolutions that read them."""
+"""Rewrites the graph of an ordinary net, so that batch norms are applied by the convolutions that read them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Program = Callable[..., Any]
 
 
 class Rewriter:
-    """One graph: what there is to fuse in it, why the rest is left, and the program without it."""
+    """One graph: what can be fused in it, why the rest cannot, and the program after fusion."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.graph = model, trace(model)
-        self.left: dict[str, str] = {}  # name of a Conv2d or a batch norm -> why it stays as it is
+        self.left: dict[str, str] = {}  # name of a Conv2d or a batch norm -> why it is not fused
         self.fused: list[str] = []
         self._done: set[str] = set()
         self.pairs = dict(self._pairs())  # node of a batch norm -> node of its convolution
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ finding pairs
 
     def _module(self, node: fx.Node) -> nn.Module | None:
         return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -43,7 +43,9 @@ class Rewriter:
             reason = self._why_not(node)
             if reason is not None:
                 self.left[str(node.target)] = reason
-        for node in norms:  # torch's own call of one would keep the statistics that ours moves, and refuse its backward
+        # A norm is fused in all of its calls or in none: torch's own call would save the running statistics, which ours
+        # then changes, and its backward would fail.
+        for node in norms:
             if str(node.target) not in self.left:
                 yield node, node.args[0]
 
@@ -79,7 +81,7 @@ class Rewriter:
         return users[0] if len(users) == 1 and self._is_relu(users[0], node) else None
 
     def _place_in_sum(self, node: fx.Node) -> int | None:
-        """Which of two summands is a batch norm that only this sum reads; None if the node is no such sum."""
+        """Which of two summands is a batch norm that only this sum reads; None if there is none."""
         function, method = node.op == "call_function", node.op == "call_method"
         in_place = (function and node.target in ADDS_IN_PLACE) or (method and node.target == "add_")
         plain = (function and node.target in ADDS) or (method and node.target == "add")
@@ -90,7 +92,7 @@ class Rewriter:
             return None
         if self._only_read_by(a, node):
             return 0
-        # Written in place, the first summand may be read elsewhere.
+        # The first summand, which an in-place sum overwrites, may be read elsewhere.
         return 1 if plain and self._only_read_by(b, node) else None
 
     def _only_read_by(self, node: fx.Node, user: fx.Node) -> bool:
@@ -104,7 +106,7 @@ class Rewriter:
     # --------------------------------------------------------------- rewriting
 
     def rewrite(self) -> bool:
-        """Whether anything was there to do."""
+        """Whether anything was fused."""
         if not self.pairs:
             return False
         pending: dict[fx.Node, fx.Node] = {}  # batch norm that a sum reads -> the call that stands for it
@@ -145,7 +147,7 @@ class Rewriter:
             return self.graph.call_function(function, args)
 
     def _settle(self, value: fx.Node, call: fx.Node) -> None:
-        """Who reads ``value`` from now on reads ``call``: as it is, if all of them can, else written out once."""
+        """Let all consumers of ``value`` read ``call``: pending, if all of them can apply it, else written out once."""
         readers = list(value.users)
         if not readers or not all(self._reads_pending(reader, value) for reader in readers):
             value.replace_all_uses_with(self._call(value, _fused_calls.write, call))
@@ -161,7 +163,7 @@ class Rewriter:
                 self._done.add(str(reader.target))
 
     def _allow_any_layout(self) -> None:
-        """Fused results have their channels innermost, which ``view`` may refuse and ``reshape`` does not."""
+        """Fused results have channels innermost, where ``view`` may fail and ``reshape`` works."""
         for node in self.graph.nodes:
             if node.op == "call_method" and node.target == "view" and not _names_a_dtype(node):
                 node.target = "reshape"
@@ -182,7 +184,7 @@ class Rewriter:
         return names["forward"]
 
     def report_left(self) -> dict[str, str]:
-        """Every Conv2d and batch norm that stays, and why."""
+        """Every Conv2d and batch norm that was not fused, and why."""
         met = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
         found = {}
         for name, module in self.model.named_modules():

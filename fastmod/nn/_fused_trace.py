@@ -1,4 +1,4 @@
-"""Tracing by torch.fx, which is refused where the graph would do something else than the model's forward."""
+"""Tracing by torch.fx, refused where the graph would not do the same as the forward of the model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def has_own_ways(module: nn.Module) -> bool:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Layers over ops, which look at real tensors; a basic block is an ordinary module."""
+    """Layers built on ops, which inspect real tensors; a basic block is an ordinary module."""
     place = type(module).__module__
     return place.startswith(("fastmod.nn.", "fastmod.masks.")) and place != BasicBlock.__module__
 
 
 class Proxy(fx.Proxy):
-    """torch.fx records ``x += y`` as ``x + y``, which a second name of x would not see."""
+    """torch.fx records ``x += y`` as ``x + y``, which would leave other names of x unchanged."""
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,11 +47,11 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
 
 
 class UntraceableError(Exception):
-    """What a trace would leave out."""
+    """Something that a trace would leave out."""
 
 
 class Tracer(fx.Tracer):
-    """Goes into modules, but not into those that do something besides their forward."""
+    """Traces into modules, but not into those that do something besides their forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Arguments with defaults keep them: ``if mask is None`` is decided as in a call without a mask."""
+        """Arguments with defaults are fixed to these: ``if mask is None`` is decided as in a call without a mask."""
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in required(root_fn))]
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -76,7 +76,7 @@ class Tracer(fx.Tracer):
 
 
 def required(forward: Callable[..., Any]) -> list[str]:
-    """The arguments that a call has to give, without self."""
+    """The arguments without defaults, apart from self."""
     names = []
     for parameter in list(inspect.signature(forward).parameters.values())[1:]:
         if parameter.default is parameter.empty and parameter.kind not in (
@@ -90,7 +90,7 @@ def required(forward: Callable[..., Any]) -> list[str]:
 
 
 def trace(model: nn.Module) -> fx.Graph:
-    """The graph of ``type(model).forward`` in the modes that the modules are in; the model stays as it was."""
+    """The graph of ``type(model).forward`` in the current modes of the modules; the model is not changed."""
     before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
     drawn = _generators()
     try:

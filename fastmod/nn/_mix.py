@@ -10,7 +10,8 @@ from fastmod.ops.template_mix import template_mix
 
 
 def mixed(logits: Tensor, bank: Tensor, mixing: str) -> Tensor:
-    """``template_mix`` in the dtype of the bank also under autocast: a layer lowers what it reads, a norm does not."""
+    """``template_mix`` in the dtype of the bank, also under autocast: layers cast what they read themselves, norms do
+    not."""
     if not backend.autocasts(bank):
         return template_mix(logits, bank, mixing)
     with torch.autocast(bank.device.type, enabled=False):

@@ -37,10 +37,10 @@ def make_fnn(inputs: int, outputs: int, hidden: int, layers: int) -> nn.ModuleLi
 
 
 def fnn_tensors(fnn: nn.ModuleList) -> list[Tensor]:
-    """``[weight, bias, weight, bias, ...]``, as the ops take an FNN."""
+    """An FNN as ``[weight, bias, weight, bias, ...]``, the form that the ops take."""
     tensors: list[Tensor] = []
     for layer in cast("Iterable[nn.Linear]", fnn._modules.values()):
-        own = layer._parameters  # twice as fast as attributes, which a pruned or parametrised layer needs
+        own = layer._parameters  # twice as fast as attributes, which only a pruned or parametrised layer needs
         weight, bias = own.get("weight"), own.get("bias")
         tensors.append(layer.weight if weight is None else weight)
         tensors.append(layer.bias if bias is None else bias)

@@ -1,4 +1,4 @@
-"""Images whose batch norm and ReLU are not applied yet: whoever reads them next does it on the way.
+"""Images whose batch norm and ReLU are not applied yet: the next layer applies them while it reads.
 
 What the layers of experts (``[B, E, C, H, W]``) and :func:`fastmod.nn.fuse_batch_norm_` (E = 1) share.
 """
@@ -18,7 +18,7 @@ from fastmod.ops.norm_sum import norm_sum
 class Pending(NamedTuple):
     """Stands for ``relu(scale * images + shift)``."""
 
-    images: Tensor  # [B, E, C, H, W]; [B, C, H, W], read by all experts, has nothing pending but a ReLU
+    images: Tensor  # [B, E, C, H, W]; or [B, C, H, W], read by all experts, with at most a ReLU pending
     scale: Tensor | None = None  # [E, C]
     shift: Tensor | None = None
     relu: bool = False
@@ -58,7 +58,7 @@ def reading(
 def finish(
     x: Pending, residual: Tensor | Pending | None = None, *, relu: bool = True, gate: Tensor | None = None
 ) -> Tensor:
-    """``relu(x + residual)`` written out, ``[B, E, C, H, W]``; with ``gate`` the mixture of it, ``[B, C, H, W]``."""
+    """``relu(x + residual)`` written out, ``[B, E, C, H, W]``; with ``gate`` its mixture, ``[B, C, H, W]``."""
     assert x.scale is not None and x.shift is not None
     if not isinstance(residual, Pending):
         return norm_sum(x.images, x.scale, x.shift, residual, relu=relu, gate=gate)
@@ -66,7 +66,7 @@ def finish(
 
 
 def values_per_channel(y: Tensor, training: bool) -> int:
-    """How many values a statistic of ``y`` [B, E, C, H, W] is taken of; one is refused as batch norm refuses it."""
+    """How many values enter a statistic of ``y`` [B, E, C, H, W]; a single one is an error, as for batch norm."""
     count = y.shape[0] * y.shape[3] * y.shape[4]
     if training and count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(y.shape)}")
@@ -81,6 +81,6 @@ def moved_by(momentum: float | None, batches: Tensor | None) -> float:
 
 
 def count_batch(counters: list[Tensor]) -> None:
-    """One more batch for all counters, in one launch where foreach has one."""
+    """Increase all counters by one batch, in one launch where foreach has one."""
     if counters:
         torch._foreach_add_(counters, 1)

@@ -1,6 +1,6 @@
-"""Convolutions with batch norm of a block over the weights of several tasks: what ``forward_stacked`` is written with.
+"""Convolutions with batch norm over the weights of several tasks: the parts of a ``forward_stacked``.
 
-``weights`` and ``buffers`` hold the block's tensors by their names in it, each with the tasks in front, ``[T, ...]``.
+``weights`` and ``buffers`` hold the tensors of a block by name, each with tasks as leading dimension, ``[T, ...]``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def stackable(block: nn.Module) -> bool:
     """Whether Compositional may run it by ``forward_stacked(x, weights, buffers)``: not where batch norms average over
     all batches, whose rate would be a layer's own."""
     stacked = getattr(block, "forward_stacked", None)
-    if stacked is None or "weights" not in inspect.signature(stacked).parameters:  # Compositional's own is another
+    if stacked is None or "weights" not in inspect.signature(stacked).parameters:  # Compositional's is another
         return False
     norms = [m for m in block.modules() if isinstance(m, nn.BatchNorm2d)]
     return all(n.momentum is not None and n.track_running_stats for n in norms)
 
 
 class Sum(NamedTuple):
-    """Stands for ``branch + images``: the end of a residual block, which the next one forms while it reads."""
+    """Stands for ``branch + images``: the end of a residual block, which the next block adds up while it reads."""
 
     branch: Pending
     images: Tensor
@@ -48,7 +48,7 @@ def convolved(
     relu: bool = False,
     gate: Tensor | None = None,
 ) -> Pending:
-    """A convolution of ``[B, T, C, H, W]`` and its batch norm (and ReLU), which are still to be applied."""
+    """A convolution of ``[B, T, C, H, W]``, with its batch norm (and ReLU) pending."""
     return _normed(block, conv_name, norm_name, x, weights, buffers, relu, gate, None)[0]
 
 
@@ -62,7 +62,7 @@ def convolved_sum(
     *,
     relu: bool = False,
 ) -> tuple[Pending, Tensor]:
-    """The same of a 1x1 convolution, and what it read, written out."""
+    """The same for a 1x1 convolution; also returns its input, written out."""
     if isinstance(x, Tensor):
         return convolved(block, conv_name, norm_name, x, weights, buffers, relu=relu), x
     found, total = _normed(block, conv_name, norm_name, x.branch, weights, buffers, relu, None, x.images)
@@ -102,7 +102,7 @@ def _normed(
 def transformed(
     block: nn.Module, conv_name: str, norm_name: str, x: Tensor, weights: Tensors, buffers: Tensors
 ) -> Tensor:
-    """A 1x1 convolution of single pixels and its batch norm, ``[B, T, C]`` -> ``[B, T, C']`` in fp32 at least."""
+    """A 1x1 convolution of single pixels with its batch norm, ``[B, T, C]`` -> ``[B, T, C']`` in fp32 at least."""
     weight = weights[f"{conv_name}.weight"].flatten(2)  # [T, C', C]
     y = torch.einsum("bti,toi->bto", x, weight.to(x.dtype))
     y = y.to(compute_dtype(y))
@@ -114,7 +114,7 @@ def transformed(
 
 
 def batch_statistics(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of ``[B, T, C]`` over the batch; of one value they are refused, as batch norm does."""
+    """Mean and biased variance of ``[B, T, C]`` over the batch; a single value is an error, as for batch norm."""
     if y.shape[0] == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(y.shape)}")
     if y.shape[0] == 0:

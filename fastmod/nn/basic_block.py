@@ -1,4 +1,4 @@
-"""An expert in ordinary PyTorch: what ``ExpertStack.to_experts`` gives, and a block for ``Compositional``."""
+"""An expert in ordinary PyTorch: the result of ``ExpertStack.to_experts``, and a block for ``Compositional``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fastmod.nn._stacked import Tensors, convolved
 
 
 class BasicBlock(nn.Module):
-    """``[B, Cin, H, W]`` -> ``[B, Cout, H', W']``: the block of :class:`fastmod.nn.ExpertStack` for one expert, by its
-    names."""
+    """``[B, Cin, H, W]`` -> ``[B, Cout, H', W']``: the block of :class:`fastmod.nn.ExpertStack` for one expert, with
+    the same names."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class BasicBlock(nn.Module):
         return F.relu(y + x)
 
     def forward_stacked(self, x: Tensor, weights: Tensors, buffers: Tensors) -> Tensor:
-        """``[B, T, C, H, W]`` -> the same for T tasks by their own weights and statistics, on fused ops."""
+        """``[B, T, C, H, W]`` -> the same for T tasks with weights and statistics of their own, on fused ops."""
         y = convolved(self, "conv1", "norm1", x, weights, buffers, relu=True)
         y = convolved(self, "conv2", "norm2", y, weights, buffers)
         shortcut: Tensor | Pending = x

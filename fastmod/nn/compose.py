@@ -1,4 +1,4 @@
-"""Templates for the layers of a net that there is already: ``compose_``."""
+"""Templates for the layers of an existing net: ``compose_``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "composition/"
 
 
 class Place(NamedTuple):
-    """Where a mixed tensor belongs."""
+    """The place of a mixed tensor in the net."""
 
     layer: int
     bank: str
@@ -43,7 +43,7 @@ def compose_(
     init: str | None = None,
     train_templates: bool | None = None,
 ) -> Composition:
-    """Make weights of an existing net mixtures of templates, in place; its code stays as it is.
+    """Turn weights of an existing net into mixtures of templates, in place; its code is not changed.
 
     With ``templates`` = K, layers of equal shapes (the 3x3 convolutions of a stage, the blocks of a Transformer) become
     mixtures of K templates, which start as the means of neighbouring layers. With ``state_dicts``, checkpoints of this
@@ -51,18 +51,18 @@ def compose_(
     Buffers, such as the statistics of batch norm, stay those of ``model``: estimate them anew for merged weights.
 
     Args:
-        filter_fn: ``(name, module) -> bool``, which modules; of nested ones the outer. By default every Linear and
-            convolution, with ``state_dicts`` every module with weights. A kind of layer that occurs fewer than K times
-            is left as it is.
+        filter_fn: ``(name, module) -> bool`` picks modules; of nested ones the outer counts. By default every Linear
+            and convolution, with ``state_dicts`` every module with weights. Kinds of layers that occur fewer than K
+            times are left alone.
         coefficients: ``"per_layer"``, or ``"shared"``: the same mixture in all layers.
         mixing: shares from logits by ``"softmax"``, ``"tanh"`` or ``"none"``.
-        init: of the logits: ``"diag"`` near the template that a layer went into, ``"uniform"``, or ``"equal"``; by
+        init: of the logits: ``"diag"``, near the template that a layer is part of, ``"uniform"``, or ``"equal"``; by
             default ``"diag"``, with ``state_dicts`` or shared coefficients ``"equal"``.
-        train_templates: whether templates learn; by default not with ``state_dicts``, where coefficients alone do.
+        train_templates: whether templates learn; by default not with ``state_dicts``, where only coefficients do.
 
     Returns:
         The :class:`Composition`, also ``model.composition``: ``merge()`` writes the mixed weights into an ordinary net,
-        ``remove()`` gives the net back as it was, ``signature()`` tells who uses what.
+        ``remove()`` restores the net, ``signature()`` tells which layer uses which template.
 
     >>> composition = fastmod.compose_(net, templates=4, filter_fn=lambda name, m: name.startswith("layer3"))
     """
@@ -91,7 +91,7 @@ def compose_(
     _refuse_tied(model, [chosen[name] for group in groups for name in group])
     rows = [name for group in groups for name in group]
     first = _first(init, mixing, groups, templates, coefficients, state_dicts is not None)
-    found = [  # all of it before anything changes: a state dict may not fit
+    found = [  # all checks before any change: a state dict may not fit
         (group, name, _values(chosen, group, name, templates, state_dicts))
         for group in groups
         for name in dict(chosen[group[0]].named_parameters())
@@ -108,7 +108,7 @@ class Composition:
     """What :func:`compose_` adds to a net: a parameter ``composition/logits`` [layers, K] (shared: [1, K]) and, per
     tensor of a kind of layer and named after the first one, ``composition/{name}`` [K, P].
 
-    They are parameters of the net itself, no further module: a Sequential stays a sequence of its layers.
+    They are parameters of the net itself rather than of a new module: a Sequential still runs its layers only.
     """
 
     def __init__(self, model: nn.Module, layers: list[str], mixing: str, shared: bool, first: Tensor) -> None:
@@ -130,7 +130,7 @@ class Composition:
 
     @property
     def banks(self) -> dict[str, nn.Parameter]:
-        """Templates [K, P] by the name of the parameter that they stand for in the first layer of its kind."""
+        """Templates [K, P] by the name of the parameter that they replace in the first layer of a kind."""
         keys = dict.fromkeys(place.bank for place in self._places.values())
         return {key.removeprefix(PREFIX).replace("/", "."): self.model.get_parameter(key) for key in keys}
 
@@ -139,7 +139,7 @@ class Composition:
         return self.logits.shape[-1]
 
     def take(self, members: list[tuple[int, str]], values: Tensor, train: bool) -> None:
-        """One tensor of equal layers: ``values`` [K, *shape] stand for the parameters of these names."""
+        """One tensor of equal layers: ``values`` [K, *shape] replace the parameters of these names."""
         key = PREFIX + members[0][1].replace(".", "/")
         self.model.register_parameter(key, nn.Parameter(values.flatten(1), requires_grad=train))
         for layer, name in members:
@@ -152,7 +152,7 @@ class Composition:
             composed(owner, leaf, self, name)
 
     def weight(self, name: str) -> Tensor:
-        """The mixed tensor that stands for the parameter of this name."""
+        """The mixed tensor that replaces the parameter of this name."""
         layer, key, shape = self._places[name]
         row = getattr(self.model, COMPOSED_LOGITS)[0 if self.shared else layer]
         bank = getattr(self.model, key)
@@ -168,13 +168,13 @@ class Composition:
         return {name: int(xi.argmax()) for name, xi in self.mixture().items()}
 
     def merge(self) -> nn.Module:
-        """Write the mixed weights into the net, which is an ordinary one again; returns it."""
+        """Write the mixed weights into the net, which becomes an ordinary one again; returns it."""
         with torch.no_grad():
             values = {name: self.weight(name).clone() for name in self._places}
         return self._restore({n: nn.Parameter(v, self._before[n].requires_grad) for n, v in values.items()})
 
     def remove(self) -> nn.Module:
-        """Give the net back with the weights it had before; returns it."""
+        """Restore the net with its former weights; returns it."""
         like = self.logits
         for p in self._before.values():
             p.data = p.data.to(like.device, like.dtype)
@@ -210,7 +210,7 @@ def _owns_weights(_: str, module: nn.Module) -> bool:
 
 
 def _chosen(model: nn.Module, filter_fn: Filter) -> dict[str, nn.Module]:
-    """Modules that are picked, without those inside of another."""
+    """The modules that are picked, without those inside another one."""
     if not callable(filter_fn):
         raise TypeError(f"filter_fn: expected a function of name and module, got {type(filter_fn).__name__}")
     found: dict[str, nn.Module] = {}

@@ -1,7 +1,7 @@
-"""Modules of any class whose parameters are computed: what ``compose_`` makes of a net's layers.
+"""Modules of any class whose parameters are computed: what ``compose_`` turns layers into.
 
-A layer keeps its code, hooks and buffers. Its class becomes a subclass, made here, in which a weight is a property;
-unlike with ``torch.nn.utils.parametrize`` the net can be pickled as a whole.
+A layer keeps its code, hooks and buffers. Its class is replaced by a subclass, made here, in which a weight is a
+property; unlike with ``torch.nn.utils.parametrize`` the net can be pickled as a whole.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Source(Protocol):
 
 
 def composed(module: nn.Module, leaf: str, source: Source, name: str) -> None:
-    """From now on ``module.leaf`` is ``source.weight(name)``."""
+    """Make ``module.leaf`` return ``source.weight(name)``."""
     base, names = _known(module)
-    # In a dict of its own: as an attribute the source would become a submodule of every layer.
+    # In a dict: as an attribute, the source would become a submodule of every layer.
     module.__dict__.setdefault("_composed_from", {})[leaf] = (source, name)
     module.__class__ = _with_properties(base, (*names, leaf))
 
 
 def ordinary(module: nn.Module, leaf: str) -> None:
-    """``module.leaf`` is an attribute again, without a value yet."""
+    """Make ``module.leaf`` an ordinary attribute again, still without a value."""
     base, names = _known(module)
     del module.__dict__["_composed_from"][leaf]
     left = tuple(n for n in names if n != leaf)
@@ -35,7 +35,7 @@ def ordinary(module: nn.Module, leaf: str) -> None:
 
 
 def _known(module: nn.Module) -> tuple[type, tuple[str, ...]]:
-    """The class that the module had at first, and which of its parameters are computed."""
+    """The original class of a module, and which of its parameters are computed."""
     kind = type(module)
     return kind.__dict__.get("_composed_base", kind), kind.__dict__.get("_composed_names", ())
 

@@ -13,7 +13,7 @@ from fastmod.nn import _parts
 
 
 class _Called(nn.Module):
-    """A function of a net, as a module: what :func:`torch.func.functional_call` takes."""
+    """A function of a net, as the module that :func:`torch.func.functional_call` needs."""
 
     def __init__(self, net: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -28,17 +28,17 @@ class Ensemble(nn.Module):
 
     Every parameter and buffer of the net is there once, with a leading dimension of copies, under the net's own name
     below ``model``. A call maps the net over the copies with :func:`torch.vmap`, so that each has the outputs, the
-    gradients and the statistics that it would have alone; noise (dropout, Gumbel) is drawn for each anew. Buffers
-    are to be changed in place (``self.count.add_(1)``); a net that assigns a new one is refused.
+    gradients and the statistics that it would have alone; noise (dropout, Gumbel) is drawn anew for each. Buffers
+    must be changed in place (``self.count.add_(1)``); a net that assigns a new one is refused.
 
     Args:
         model_factory: returns a new net at every call; all alike but for their values.
         copies: how many.
         seeds: one per copy, given to ``torch.manual_seed`` before the factory is called, so that copy i begins as a net
-            of that seed does; None goes on with torch's generator as it is, and so do the copies differ.
+            of that seed does; with None, torch's generator goes on as it is, so that the copies differ.
 
-    Shapes: inputs ``[B, ...]`` are met by all copies; with ``each=True`` they are ``[copies, B, ...]``, every copy's
-    own. Outputs have a leading dimension of copies. Sum the losses over the copies: the gradients are then those of
+    Shapes: all copies read the same inputs ``[B, ...]``; with ``each=True`` each has its own, ``[copies, B, ...]``.
+    Outputs have a leading dimension of copies. Sum the losses over the copies: the gradients are then those of
     each loss alone. To clip them copy by copy, use :meth:`clip_grad_norm_`, not the ``max_norm`` of an optimiser.
 
         >>> nets = fastmod.nn.Ensemble(lambda: fastmod.nn.SMFR(6, 5, 10, 8, 3), copies=8)
@@ -67,18 +67,18 @@ class Ensemble(nn.Module):
     def map(self, function: Callable[..., Any], *inputs: Any, each: bool = False) -> Any:
         """``function(net, *inputs)`` of every copy, its tensors with a leading dimension of copies.
 
-        What a net tells of its last forward, such as ``SMFR.penalty()``, is asked for in here: it belongs to one copy.
+        What a net tells about its last forward, such as ``SMFR.penalty()``, has to be asked for in here, copy by copy.
         """
         called = _Called(self.model, function)
         state = dict(_places(called))
 
         def one(values: dict[str, Tensor], *own: Any) -> Any:
-            # Every place has its tensor, so that nobody has to find out which places share one.
+            # One tensor per place, so that no search for places that share one is needed.
             given = dict(values)
             found = torch.func.functional_call(called, values, own, tie_weights=False)
             _forget(called)
             for name, tensor in given.items():
-                if values[name] is not tensor:  # functional_call tells so, and puts the old one back
+                if values[name] is not tensor:  # functional_call notices it, and puts the old one back
                     raise RuntimeError(
                         f"{name.removeprefix('net.')}: the net puts another tensor in its place, which would be lost; "
                         "expected a buffer that is changed in place, such as self.count.add_(1)"
@@ -92,7 +92,7 @@ class Ensemble(nn.Module):
         return torch.vmap(one, in_dims=dims, randomness="different")(state, *inputs)
 
     def copy(self, index: int) -> nn.Module:
-        """One net as it is now, alone and independent."""
+        """A copy of one net as it is now, independent of the others."""
         if isinstance(index, bool) or not isinstance(index, int) or not -self.copies <= index < self.copies:
             raise IndexError(f"index: expected an int from 0 to {self.copies - 1}, got {index!r}")
         net = copying.deepcopy(self.model)
@@ -119,8 +119,8 @@ class Ensemble(nn.Module):
 
 
 def _forget(net: nn.Module) -> None:
-    """What modules keep of their last forward: inside of vmap's call its tensors are one copy's, outside of it nobody
-    can read them, and torch.compile cannot hand them out."""
+    """Drop what modules keep of their last forward: inside vmap's call its tensors belong to one copy, outside they
+    cannot be read, and torch.compile cannot return them."""
     for module in net.modules():
         for name in ("_last", "_penalty"):
             if getattr(module, name, None) is not None:
@@ -154,7 +154,7 @@ def _state(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _places(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The same with every name of a tensor that has several; a call needs it, and this takes a third of the time."""
+    """Adds all other names of tensors that have several, as a call needs it; takes a third of the time."""
     for prefix, module in net.named_modules():
         for own in (module._parameters, module._buffers):
             for name, tensor in own.items():
@@ -163,7 +163,7 @@ def _places(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _replace(net: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-    """Put other tensors in the places of the net's, also where several places share one."""
+    """Replace the tensors of the net, also where several places share one."""
     for kind, places, given in (
         ("_parameters", net.named_parameters, parameters),
         ("_buffers", net.named_buffers, buffers),

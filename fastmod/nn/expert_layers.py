@@ -1,4 +1,4 @@
-"""What experts are made of: convolutions, batch norms and residual blocks with parameters stacked over the experts."""
+"""The layers of experts: convolutions, batch norms and residual blocks with parameters stacked over the experts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fastmod.ops.batch_affine import Affine, batch_affine
 class ExpertConv(nn.Module):
     """E convolutions side by side: ``weight`` [E, Cout, Cin, k, k] and, if asked for, ``bias`` [E, Cout].
 
-    Padded by k // 2 zeros, k 1 or 3. Weights start as He et al. start them, normal with variance 2 / (k * k * Cout),
-    each expert's drawn apart; biases at 0.
+    Padded by k // 2 zeros, k 1 or 3. Weights are initialised as by He et al., normal with variance 2 / (k * k * Cout),
+    independently for each expert; biases are 0.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class ExpertConv(nn.Module):
         return convolve(x, self.weight, self.bias, stride=self.stride, stats=False).y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertConv:
-        """``net.to(memory_format=torch.channels_last)`` is for images: torch refuses it for weights of five dimensions,
-        which therefore pass as matrices."""
+        """``net.to(memory_format=torch.channels_last)`` is meant for images; torch refuses it for weights of five
+        dimensions, which therefore are converted as matrices."""
 
         def as_matrix(tensor: Tensor) -> Tensor:
             return fn(tensor.flatten(1)).unflatten(1, tensor.shape[1:]) if tensor.dim() == 5 else fn(tensor)
@@ -67,7 +67,7 @@ class ExpertNorm(nn.Module):
     ``train()``, ``eval()`` or a change in place of a parameter or statistic (not through ``.data``, which torch does
     not count: call ``eval()`` after it).
 
-    No subclass of torch's batch norms, so ``torch.optim.swa_utils.update_bn`` passes over it: average the buffers too,
+    Not a subclass of torch's batch norms, so ``torch.optim.swa_utils.update_bn`` skips it: average the buffers too,
     ``AveragedModel(net, use_buffers=True)``.
     """
 
@@ -86,25 +86,25 @@ class ExpertNorm(nn.Module):
         self._known: tuple[Affine, list[tuple[Tensor, int, int]]] | None = None
 
     def after(self, conv: ExpertConv, x: Tensor | Pending, *, relu: bool = False) -> Pending:
-        """``relu(norm(conv(x)))``, still to be applied."""
+        """``relu(norm(conv(x)))``, with norm and ReLU pending."""
         return side_by_side([self.step(conv, x, relu=relu)])[0]
 
     def step(self, conv: ExpertConv, x: Tensor | Pending, *, relu: bool = False) -> Step:
-        """The same, to be computed beside others."""
+        """The same, to be computed together with others."""
         return step(x, conv.weight, conv.bias, conv.stride, self, relu=relu)
 
     def by_batch(self, x: Tensor) -> Norm | None:
-        """For the convolution of ``x`` before it, in training."""
+        """The form that the convolution of ``x`` before it takes, in training."""
         if not self.training:
             return None
-        counted = served(x)  # else it was counted before
+        counted = served(x)  # otherwise the batch was counted before
         batches = self.num_batches_tracked
         momentum = moved_by(self.momentum, batches + 1 if counted and self.momentum is None else batches)
         tensors = (self.weight, self.bias, self.running_mean, self.running_var)
         return Norm(*tensors, batches if counted else None, momentum, self.eps)
 
     def affine(self, found: Found) -> Affine:
-        """Scale and shift for what a convolution wrote, by its statistics in training, else by the running ones."""
+        """Scale and shift for the result of a convolution: in training by its statistics, else by the running ones."""
         if found.scale is None or found.shift is None:
             return self.by_running_statistics()
         return Affine(found.scale, found.shift)
@@ -157,13 +157,13 @@ def step(
     *,
     relu: bool = False,
 ) -> Step:
-    """Statistics are asked for only in training."""
+    """With statistics in training only."""
     of_batch = None if norm is None else norm.by_batch(x.images if isinstance(x, Pending) else x)
     return Step(reading(x, weight, bias, stride=stride, norm=of_batch), norm, relu)
 
 
 def side_by_side(steps: list[Step]) -> list[Pending]:
-    """All of them, one launch where the CUDA kernels serve; batch norm and ReLU are still to be applied."""
+    """Computes them all, in one launch where the CUDA kernels serve; batch norm and ReLU stay pending."""
     results = []
     for (_, norm, relu), found in zip(steps, norm_convs([s.conv for s in steps]), strict=True):
         scale, shift = (None, None) if norm is None else norm.affine(found)
@@ -190,7 +190,7 @@ def chained(
 
 
 class _Residual(nn.Module):
-    """A block with something added in the end: its input or, where the shape changes, a 1x1 convolution of it."""
+    """A residual block: adds its input at the end or, where the shape changes, a 1x1 convolution of it."""
 
     conv1: ExpertConv
     norm1: ExpertNorm
@@ -202,7 +202,7 @@ class _Residual(nn.Module):
         self.shortcut_norm = ExpertNorm(out_channels, experts) if changes else None
 
     def begin(self, x: Tensor) -> list[Step]:
-        """The convolutions that read x: the first, which a ReLU follows, and that of the shortcut, if there is one."""
+        """The convolutions that read x: the first, followed by a ReLU, and that of the shortcut, if there is one."""
         steps = [self.norm1.step(self.conv1, x, relu=True)]
         if self.shortcut is not None and self.shortcut_norm is not None:
             steps.append(self.shortcut_norm.step(self.shortcut, x))
@@ -257,15 +257,15 @@ class ExpertBottleneck(_Residual):
 
 
 def count_batches(x: Tensor, *modules: nn.Module) -> None:
-    """What every batch norm does when it meets a batch ``x`` in training, for the norms of these modules at once."""
+    """Count a batch ``x`` in training, for the batch norms of all these modules at once."""
     if served(x):
-        return  # the convolutions before them do it
+        return  # the kernels of the convolutions do it
     children = [child for module in modules for child in module._modules.values()]
     count_batch([norm.num_batches_tracked for norm in children if isinstance(norm, ExpertNorm) and norm.training])
 
 
 def in_training(module: nn.Module) -> bool:
-    """Whether a batch norm of this module, or it itself, takes the statistics of the batch."""
+    """Whether this module, or a batch norm in it, uses the statistics of the batch."""
     return any(isinstance(norm, ExpertNorm) and norm.training for norm in (module, *module._modules.values()))
 
 

@@ -1,4 +1,4 @@
-"""Experts and the gater that weights them: ``ExpertMixture``."""
+"""Experts with the gater that weights them: ``ExpertMixture``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastmod.ops._norm_convs import served
 
 
 class ExpertMixture(nn.Module):
-    """``sum_e gate(x)[:, e] * expert_e(x)``: a :class:`Gater` and an :class:`ExpertStack` that read one input.
+    """``sum_e gate(x)[:, e] * expert_e(x)``: a :class:`Gater` and an :class:`ExpertStack` that read the same input.
 
     Args:
         in_channels, out_channels, experts, depth, stride: of the experts.
         gate_channels, gate_strides, gate_norm, pooled: of the gater.
 
     Shapes: ``[B, C, H, W]`` -> ``[B, C', H', W']``. Parameters: ``gate.*`` and ``experts.*``. The sum over the experts
-    is formed where the last block ends: the experts' own outputs are never written.
+    is computed by the last block: the outputs of single experts are never written.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ExpertMixture(nn.Module):
         self.experts = ExpertStack(in_channels, out_channels, experts, depth, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Side by side only where that saves launches, and never past a hook that waits for one of the two.
+        # Together only where that saves launches, and not if a hook on one of the two would be skipped.
         if not served(x) or self.gate._forward_hooks or self.gate._forward_pre_hooks or self._hooked():
             return self.experts(x, self.gate(x))
         return self._together(x)
@@ -52,18 +52,18 @@ class ExpertMixture(nn.Module):
         return any(m._forward_hooks or m._forward_pre_hooks for m in (self.experts, *blocks))
 
     def _together(self, x: Tensor) -> Tensor:
-        """The i-th convolutions of gater and experts, and a shortcut beside the first of its block, are one launch."""
+        """The i-th convolutions of gater and experts, with the shortcut of a block, are one launch."""
         self.gate.enter(x)
         blocks = self.experts.begin(x)
         read: Tensor | Pending = x  # by the gater
         inside: Tensor = x  # what a block reads
-        around: Tensor | Pending = x
+        shortcut: Tensor | Pending = x
         y = Pending(x)
         for i in range(max(len(self.gate.convs), 2 * len(blocks))):
             steps = []
             if i < 2 * len(blocks):
                 if i % 2 == 0 and i > 0:
-                    inside = around = finish(y, around)
+                    inside = shortcut = finish(y, shortcut)
                 block = blocks[i // 2]
                 steps = block.begin(inside) if i % 2 == 0 else [block.norm2.step(block.conv2, y)]
             if i < len(self.gate.convs):
@@ -74,6 +74,6 @@ class ExpertMixture(nn.Module):
             if found:
                 y = found[0]
             if len(found) > 1:
-                around = found[1]
+                shortcut = found[1]
         assert isinstance(read, Pending)
-        return finish(y, around, gate=self.experts.checked(self.gate.leave(read), x))
+        return finish(y, shortcut, gate=self.experts.checked(self.gate.leave(read), x))

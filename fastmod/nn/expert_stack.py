@@ -16,7 +16,7 @@ from fastmod.nn.expert_layers import ExpertBlock, ExpertNorm, check_images, chec
 from fastmod.ops import _checks
 from fastmod.ops import _conv_chain as chain
 
-#: Of a block, in the order in which a module of He's block registers them.
+#: The names in a block, in the order in which a module of He's block registers them.
 PAIRS = (("conv1", "norm1"), ("conv2", "norm2"), ("shortcut", "shortcut_norm"))
 
 
@@ -34,8 +34,8 @@ class ExpertStack(nn.Module):
 
     Parameters: ``blocks.{d}.conv1.weight`` [E, C', C, 3, 3], ``blocks.{d}.norm1.weight``, ``bias``, ``running_mean``
     and ``running_var`` [E, C'], ``conv2`` and ``norm2`` likewise, and where the shape changes ``shortcut.weight``
-    [E, C', C, 1, 1] and ``shortcut_norm``. Each expert starts as He et al. start a residual net: convolutions normal
-    with variance 2 / (k * k * C'), batch norm at 1 and 0, drawn apart from the other experts.
+    [E, C', C, 1, 1] and ``shortcut_norm``. Each expert is initialised independently, as a residual net by He et al.:
+    convolutions normal with variance 2 / (k * k * C'), batch norm 1 and 0.
 
     Batch norm is never a pass over memory: a convolution returns the statistics of what it wrote, the next one
     normalises while it reads. Convolutions and norms hold parameters only: hooks on them do not run.
@@ -69,7 +69,7 @@ class ExpertStack(nn.Module):
         return chain.conv_chain(x, layers, gate)
 
     def begin(self, x: Tensor) -> list[ExpertBlock]:
-        """The blocks, their batch norms told of a batch."""
+        """The blocks, after their batch norms have counted a batch."""
         blocks = cast("list[ExpertBlock]", list(self.blocks._modules.values()))
         count_batches(x, *blocks)
         return blocks
@@ -114,7 +114,7 @@ class ExpertStack(nn.Module):
         return stack
 
     def to_experts(self) -> list[nn.Module]:
-        """E ordinary modules (``Conv2d``, ``BatchNorm2d``) that do the same one by one, with copies of the weights."""
+        """E ordinary modules (``Conv2d``, ``BatchNorm2d``) that compute the same, with copies of the weights."""
         experts = []
         for e in range(self.experts):
             expert = Expert(self.in_channels, self.out_channels, len(self.blocks), self.stride)
@@ -144,7 +144,7 @@ def _listed(experts: Sequence[nn.Module]) -> Sequence[nn.Module]:
 
 
 def _blocks_of(name: str, expert: nn.Module) -> list[dict[str, Any]]:
-    """Per block the convolutions and norms by our names; the n-th norm that is registered belongs to the n-th conv."""
+    """Per block the convolutions and norms by our names; the n-th registered norm belongs to the n-th convolution."""
     convs = [m for m in expert.modules() if isinstance(m, nn.Conv2d)]
     norms = [m for m in expert.modules() if isinstance(m, nn.BatchNorm2d)]
     if len(convs) < 2 or len(convs) != len(norms):
@@ -202,7 +202,7 @@ def _shape_of(name: str, blocks: list[dict[str, Any]]) -> tuple[int, int, int, i
 
 @torch.no_grad()
 def _stack(ours: nn.Module, theirs: list[Any]) -> None:
-    """Parameters and statistics of the experts' modules, side by side."""
+    """Parameters and statistics of the modules, stacked over the experts."""
     if isinstance(ours, ExpertNorm):
         ours.eps, ours.momentum = theirs[0].eps, theirs[0].momentum
         if any((other.eps, other.momentum) != (ours.eps, ours.momentum) for other in theirs):
@@ -238,7 +238,7 @@ def _unstack(ours: nn.Module, theirs: Any, expert: int) -> None:
 
 @torch.no_grad()
 def _compare(stack: ExpertStack, experts: Sequence[nn.Module]) -> None:
-    """Run copies of both in fp64 on noise: names alone do not tell what a module computes."""
+    """Compare copies of both in fp64 on noise: names alone do not tell what a module computes."""
     device = next(stack.parameters()).device
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, stack.in_channels, 7, 6, dtype=torch.float64, generator=generator).to(device)

@@ -16,7 +16,7 @@ class FNNR(nn.Module):
     Args:
         blocks: N.
         block_size: D.
-        context_blocks: C, blocks that the FNN reads beside its input.
+        context_blocks: C, blocks that the FNN reads besides its input.
         hidden, layers: width and number of the hidden layers of the FNN.
 
     Shapes: x ``[..., N, D]``, context ``[..., C, D]`` -> ``[..., N, D]``. Parameters: ``update.{j}.weight|bias``.

@@ -1,4 +1,4 @@
-"""One line for an ordinary residual net: ``fuse_batch_norm_``."""
+"""Batch norm without passes of its own in ordinary nets: ``fuse_batch_norm_``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fusion:
     """What :func:`fuse_batch_norm_` did."""
 
     fused: list[str]  # "layer1.0.conv1 > layer1.0.bn1 > ReLU"
-    left: dict[str, str]  # name of a Conv2d or batch norm -> why it stays as it is
+    left: dict[str, str]  # name of a Conv2d or batch norm -> why it is not fused
 
     def __str__(self) -> str:
         lines = [f"{sum(' > ' in line for line in self.fused)} batch norms fused"]
@@ -33,20 +33,20 @@ class Fusion:
 
 
 def fuse_batch_norm_(model: nn.Module) -> Fusion:
-    """Let the convolutions of a net apply its batch norms and ReLUs while they read, in place; says what it did.
+    """Let the convolutions of a net apply its batch norms and ReLUs while they read; in place, returns what was done.
 
     >>> print(fastmod.nn.fuse_batch_norm_(model))
 
     Every ``Conv2d`` (3x3 or 1x1, padded by k // 2 zeros, stride 1 or 2, groups 1 or depthwise) whose output only a
-    ``BatchNorm2d`` reads returns the statistics of what it wrote. Normalising, and the ReLU behind it, happen while the
-    next convolution reads, or where a residual is added; only what others read is written out. Modules, parameters, the
-    state_dict, train and eval mode and all results stay as they were, gradients and running statistics too.
+    ``BatchNorm2d`` reads returns the statistics of its result. Normalisation and the ReLU after it are applied by the
+    next convolution as it reads, or where a residual is added; only what other layers read is written out. Modules,
+    parameters, the state_dict, train and eval mode and all results stay the same, also gradients and running
+    statistics.
 
-    The forward is traced by torch.fx: what it decides by Python values stays decided, save for modes, hooks and
-    modules, which are looked at in every call. A call that gives an argument which has a default runs as before. A
-    model that cannot be traced, or of whose forward a trace would leave something out, is refused and left as it was.
-    Copies and pickles are fused as well; :func:`unfuse_batch_norm_` undoes it. ``nn.DataParallel`` does not work with
-    it.
+    The forward is traced by torch.fx: decisions based on Python values are fixed, except for modes, hooks and modules,
+    which are checked in every call. A call that passes an argument with a default runs as before. A model that cannot
+    be traced, or whose forward does something that a trace would leave out, is refused and not changed. Copies and
+    pickles are fused as well; :func:`unfuse_batch_norm_` undoes it. ``nn.DataParallel`` does not work with it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
@@ -71,11 +71,11 @@ def unfuse_batch_norm_(model: nn.Module) -> None:
 
 
 class FusedForward:
-    """In place of a model's forward. Looks at what may have changed, then runs the program that fits."""
+    """Replaces the forward of a model: checks what may have changed, then runs the program that fits."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        #: For torch.compile, which cannot trace by torch.fx on the way: when all modules have the mode of the model.
+        #: For torch.compile, under which torch.fx cannot trace: used when all modules have the mode of the model.
         self.by_mode: dict[bool, Program] = {}
         self._known: list[tuple[list[Any], Program]] = []
         self._required = len(required(type(model).forward))
@@ -86,7 +86,7 @@ class FusedForward:
             bound = inspect.signature(plain).bind(self.model, *args, **kwargs)
             args = tuple(bound.arguments.values())[1 : 1 + self._required]
             if len(bound.arguments) != 1 + self._required:
-                return plain(*bound.args, **bound.kwargs)  # traced was a call with nothing but required arguments
+                return plain(*bound.args, **bound.kwargs)  # the trace is of a call with required arguments only
         return self._program()(self.model, *args)
 
     def _program(self) -> Program:
@@ -113,21 +113,21 @@ class FusedForward:
         self.__init__(state["model"])  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
-        """The programs hold nothing of the model: a copy runs the same ones."""
+        """The programs do not refer to the model: a copy runs the same ones."""
         copied = FusedForward(copy.deepcopy(self.model, memo))
         copied.by_mode = dict(self.by_mode)
         return copied
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """All that decides about the trace: which modules there are, their modes, and whether they have hooks."""
+    """Everything the trace depends on: which modules there are, their modes, and whether they have hooks."""
     state: list[Any] = []
     _append_state(model, state)
     return state
 
 
 def _append_state(module: nn.Module, state: list[Any]) -> None:
-    """By the dictionaries, several times as fast as ``modules()`` and attributes: this runs in every forward."""
+    """Through dictionaries, several times as fast as ``modules()`` and attributes: this runs in every forward."""
     own = module.__dict__
     state += (module, own["training"], hooked(module))
     for child in own["_modules"].values():

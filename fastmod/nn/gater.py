@@ -27,7 +27,7 @@ from fastmod.ops import _pool_linear as pool_linear
 
 
 class Gater(nn.Module):
-    """Weights of E experts for each image: 3x3 convolutions with ReLU, an average pool, a linear layer, a softmax.
+    """Weights of E experts for each image: 3x3 convolutions with ReLU, average pooling, a linear layer, a softmax.
 
     Args:
         in_channels: of the images.
@@ -35,12 +35,12 @@ class Gater(nn.Module):
         channels, strides: of the convolutions. The defaults, with biases and pooled to 2 x 2, reproduce the parameter
             counts printed in the ResMixNet paper.
         norm: batch norm in place of the biases.
-        pooled: average over pooled x pooled regions; 1 averages over the whole image, as the paper's text says.
+        pooled: average over pooled x pooled regions; 1 averages over the whole image, as in the text of the paper.
 
     Shapes: ``[B, C, H, W]`` -> ``[B, E]``, each row of sum 1. Parameters: ``convs.{i}.{weight,bias}`` and
     ``head.{weight,bias}`` as Conv2d and Linear have them, with ``norm`` also ``norms.{i}.*`` [1, channels].
-    Convolutions start as He et al. start a net without batch norm, normal with variance 2 / (9 * inputs), their biases
-    at 0. The convolutions hold parameters only: hooks on them do not run. A ReLU is applied while the next one reads.
+    Convolutions are initialised as by He et al. for nets without batch norm, normal with variance 2 / (9 * inputs),
+    their biases 0. They hold parameters only: hooks on them do not run. The next layer applies a ReLU while it reads.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Gater(nn.Module):
         return self.leave(y)
 
     def enter(self, x: Tensor) -> None:
-        """What comes before the first step."""
+        """Checks and counts images, before the first step."""
         check_images(x, self.in_channels)
         if self.norms is not None:
             count_batches(x, self.norms)
 
     def step(self, i: int, x: Tensor | Pending) -> Step:
-        """The i-th convolution, for who computes it beside others."""
+        """The i-th convolution, for callers that compute it together with others."""
         conv = self._convolutions()[i]
         bias = None if conv.bias is None else conv.bias.unsqueeze(0)
         return step(x, conv.weight.unsqueeze(0), bias, conv.stride[0], self._norm(i), relu=True)
@@ -109,7 +109,7 @@ class Gater(nn.Module):
         return None if self.norms is None else cast("ExpertNorm", self.norms[i])
 
     def leave(self, x: Pending) -> Tensor:
-        """What the last convolution wrote -> weights ``[B, E]``."""
+        """The result of the last convolution -> weights ``[B, E]``."""
         if pool_linear.served(x.images, self.head):
             affine = {} if x.scale is None or x.shift is None else {"scale": x.scale[0], "shift": x.shift[0]}
             weight, bias, images = self.head.weight, self.head.bias, x.images.squeeze(1)

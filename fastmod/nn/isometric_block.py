@@ -1,4 +1,4 @@
-"""The residual block of isometric nets, as ordinary modules and, over weights of several tasks, on the fused ops."""
+"""The residual block of isometric nets: as ordinary modules and, for weights of several tasks, on the fused ops."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class IsometricBlock(nn.Module):
         se: whether there is a squeeze-excite.
         expansion: channels inside, as a multiple of C.
         bias: whether the convolutions have biases; those of the squeeze-excite never do.
-        second_input: whether ``expand`` reads further C channels, ``forward(x, other)``, beside those of x.
+        second_input: whether ``expand`` reads C further channels, ``forward(x, other)``, besides those of x.
 
-    ``forward`` is ordinary PyTorch. ``forward_stacked`` computes the same for T tasks side by side on fused ops, where
-    no expanded tensor is normalised, activated or gated by a pass of its own.
+    ``forward`` is ordinary PyTorch. ``forward_stacked`` computes the same for T tasks together on fused ops, where
+    normalising, activating and gating an expanded tensor takes no pass of its own.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class IsometricBlock(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Convolutions normal with variance 2 / fan-out, as He et al. start them; biases 0."""
+        """Convolutions normal with variance 2 / fan-out, as by He et al.; biases 0."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -85,9 +85,9 @@ class IsometricBlock(nn.Module):
         return x if other is None else torch.cat([x, other], dim)
 
     def forward_stacked(self, x: Tensor, weights: Tensors, buffers: Tensors, other: Tensor | None = None) -> Tensor:
-        """``[B, T, C, H, W]`` -> the same, task t with the weights ``[T, ...]`` and the statistics ``[T, ...]`` at t.
+        """``[B, T, C, H, W]`` -> the same; task t uses weights and statistics ``[T, ...]`` at t.
 
-        ``num_batches_tracked`` is left to the caller.
+        The caller updates ``num_batches_tracked``.
         """
         if not self.second_input and other is None and self._in_one_op(x, weights):
             return self._fused(x, weights, buffers)
@@ -99,7 +99,7 @@ class IsometricBlock(nn.Module):
         return not self.second_input and other is None and served(x)
 
     def forward_chained(self, x: Tensor | Sum, weights: Tensors, buffers: Tensors) -> Sum:
-        """As ``forward_stacked``, but the sum at the end is left to the next block, which adds up while it reads."""
+        """As ``forward_stacked``, but the next block computes the sum at the end while it reads."""
         y, total = convolved_sum(self, "expand", "expand_norm", x, weights, buffers, relu=True)
         return Sum(self._after_expand(y, weights, buffers), total)
 
@@ -112,15 +112,15 @@ class IsometricBlock(nn.Module):
         return [(name, module) for name, module in self.named_children() if isinstance(module, nn.BatchNorm2d)]
 
     def _in_one_op(self, x: Tensor, weights: Tensors) -> bool:
-        """Whether the block is one op: on the CPU, as long as nobody has made its batch norms differ. With running
-        statistics only where no gradient is asked for."""
+        """Whether the block is one op: on the CPU, if its batch norms have equal settings; with running statistics only
+        where no gradient is needed."""
         norms = [(norm.training, norm.eps, norm.momentum) for _, norm in self._norms()]
         if any(norm != norms[0] for norm in norms) or self.expand.bias is not None:
             return False
         if not norms[0][0] and wanted(x, *weights.values()):
             return False
         if norms[0][0] and x.shape[0] == 1 and self.squeeze is None:
-            return False  # the op refuses one image in training, which leaves a squeeze-excite one value per channel
+            return False  # the op refuses a single image in training, where a squeeze-excite has one value per channel
         return x.device.type == "cpu" and backend.resolve("norm_conv", x) == "native"
 
     def _fused(self, x: Tensor, weights: Tensors, buffers: Tensors) -> Tensor:

@@ -1,4 +1,4 @@
-"""Route, then rewrite behind gates, as one op: ``MFNNR``."""
+"""Routing, then gated rewriting, as one op: ``MFNNR``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Routing(NamedTuple):
 
 
 def describe_routing(logits: Tensor, gate: Tensor, mode: str, tau: float | Tensor) -> Routing:
-    """Weights from the logits that an op returned for inspection."""
+    """The weights, from the logits that an op returns for inspection."""
     shown = mode_code("argmax" if mode == "argmax" else "softmax")
     tau_tensor, tau_value = _checks.positive_tau(tau, logits)
     weights = routing_weights(logits.to(_checks.compute_dtype(logits)), tau_tensor, tau_value, None, shown)
@@ -36,7 +36,7 @@ class MFNNR(_parts.RoutedLayer):
         block_size: D.
         hidden, layers: width and number of the hidden layers of both FNNs.
         mode: ``"softmax"``, or ``"gumbel"``: one block per output with a learned temperature, the arg max in eval.
-        context: whether the update FNN reads the input beside the routed blocks.
+        context: whether the update FNN reads the input besides the routed blocks.
         threshold: beyond which routing and gate logits are penalised; ``None`` for no penalty.
 
     Shapes: ``[..., M, D] -> [..., N, D]``. Parameters: ``route.{j}.weight|bias``, ``update.{j}.weight|bias``, with
@@ -75,7 +75,7 @@ class MFNNR(_parts.RoutedLayer):
             tau=tau,
             threshold=self.threshold,
         )
-        object.__setattr__(self, "_last", (result, mode, tau))  # nn.Module's own looks for parameters and modules
+        object.__setattr__(self, "_last", (result, mode, tau))  # nn.Module's own first looks for parameters and modules
         return result.out
 
     def penalty(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 MIXINGS = ("softmax", "tanh", "none")
-#: The share of a layer's own template where a net starts near a signature.
+#: The share of the own template of a layer in a net that starts near a signature.
 NEAR_ONE = 0.99
 
 
@@ -38,6 +38,6 @@ def near_one_hot(templates: Sequence[int], count: int, mixing: str) -> Tensor:
     if mixing == "softmax":
         rest = (1 - NEAR_ONE) / max(count - 1, 1)
         xi = hot * (NEAR_ONE - rest) + rest if count > 1 else hot
-        # The others at 0, as a logit alone says nothing: only differences count.
+        # The others are 0, as only differences between logits count.
         return (xi.log() - xi.log().amin(-1, keepdim=True)).to(torch.get_default_dtype())
     return logits_of(hot * NEAR_ONE, mixing).to(torch.get_default_dtype())

@@ -1,4 +1,4 @@
-"""Which template serves which layer, where that is not learned: fixed signatures."""
+"""Fixed signatures: which template serves which layer where that is not learned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("sequential", "cyclic", "random", "progressive")
 def make_signature(
     kind: str | Sequence[int], templates: int, layers: int, generator: torch.Generator | None = None
 ) -> list[int]:
-    """Template of every layer, counted from 0.
+    """The template of every layer, counted from 0.
 
     ``sequential`` 0 0 1 1, ``cyclic`` 0 1 0 1, ``random`` a shuffled sequential one (drawn by ``generator``),
     ``progressive`` 0 1 1 2 2 2 2 3 3 3 3 3: repeats that grow by equal steps. Explicit numbers are checked.
@@ -38,7 +38,7 @@ def make_signature(
 
 
 def sequential(templates: int, layers: int) -> list[int]:
-    """Each template as often as the others, one after the other; with templates to spare, the first ones."""
+    """All templates equally often, one after the other; the first ones, if there are more templates than layers."""
     return [layer if templates >= layers else layer * templates // layers for layer in range(layers)]
 
 

@@ -14,7 +14,7 @@ from fastmod.ops import SMFROutput, smfr
 
 
 def _needs_its_own_call(layer: MFNNR, context: bool, threshold: float | None) -> bool:
-    """Whether a layer does something that the op for the whole stack would leave out or do otherwise."""
+    """Whether a layer does something that the op for the whole stack would skip or do differently."""
     if type(layer) is not MFNNR or layer.context != context or layer.threshold != threshold:
         return True
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
@@ -32,7 +32,7 @@ class SMFR(nn.Module):
 
     Shapes: ``[..., in_blocks, D] -> [..., out_blocks, D]``. Parameters: ``stack.{i}.route.{j}.weight|bias`` and
     ``stack.{i}.update.{j}.weight|bias``, with Gumbel also ``stack.{i}.log_tau``. The layers of ``stack`` are called one
-    by one, and so slower, if one of them has hooks, is of a subclass, was put in train or eval mode by itself, or has
+    by one, and so slower, if one of them has hooks, is of a subclass, is in another mode (train or eval), or has
     another ``context`` or ``threshold`` than the first.
     """
 
@@ -64,7 +64,7 @@ class SMFR(nn.Module):
 
     @property
     def threshold(self) -> float | None:
-        """That of the first layer; setting it sets it in every layer."""
+        """The value of the first layer; setting it sets that of every layer."""
         return self._layers()[0].threshold
 
     @threshold.setter
@@ -90,7 +90,7 @@ class SMFR(nn.Module):
                 taus=None if self.mode == "softmax" else cast("list[Tensor]", [tau for _, tau in routings]),
                 threshold=threshold,
             )
-        object.__setattr__(self, "_last", (result, routings))  # nn.Module's own looks for parameters and modules
+        object.__setattr__(self, "_last", (result, routings))  # nn.Module's own first looks for parameters and modules
         return result.out
 
     @staticmethod

@@ -21,11 +21,11 @@ class TemplateBank(nn.Module):
     """K templates, copies of one kind of block with weights of their own, as one parameter ``weight`` [K, P].
 
     Args:
-        block_factory: makes a block, any module; called K times, each call a template's start.
+        block_factory: makes a block, any module; called K times, once per template.
         templates: K.
         norm: whether the scales and shifts of normalisation layers belong to the templates.
 
-    Buffers, such as the statistics of batch norm, are no part of a template.
+    Buffers, such as the statistics of batch norm, are not part of a template.
     """
 
     def __init__(self, block_factory: Callable[[], nn.Module], templates: int, *, norm: bool = True) -> None:
@@ -40,7 +40,7 @@ class TemplateBank(nn.Module):
 
     @classmethod
     def from_modules(cls, modules: Sequence[nn.Module], *, norm: bool = True) -> TemplateBank:
-        """Finished blocks as templates, such as the layers of a trained net; their weights are copied."""
+        """Use existing blocks as templates, such as the layers of a trained net; their weights are copied."""
         if not isinstance(modules, (list, tuple, nn.ModuleList)):
             raise TypeError(f"modules: expected a list of modules, got {type(modules).__name__}")
         bank = cls.__new__(cls)
@@ -80,7 +80,7 @@ class TemplateBank(nn.Module):
         parameters = dict(first.named_parameters())
         self.norm = norm
         self.shapes = {n: tuple(p.shape) for n, p in parameters.items() if n not in left_out}
-        #: Of what is not in the templates: normalisation's scales and shifts, where ``norm`` is False.
+        #: Names of parameters outside the templates: scales and shifts of normalisation, where ``norm`` is False.
         self.left_out = {n: tuple(p.shape) for n, p in parameters.items() if n in left_out}
         if not self.shapes:
             raise ValueError(f"{name}: expected blocks with parameters, got {type(first).__name__} without")
@@ -91,9 +91,9 @@ class TemplateBank(nn.Module):
             self._check(f"{name}: number {i}", module, next(iter(kinds))[0])
         self.weight = nn.Parameter(torch.stack([self._row(module) for module in modules]))
         self.weight.requires_grad_(any(p.requires_grad for module in modules for p in module.parameters()))
-        # In a tuple, as it is no part of parameters() or state_dict().
+        # In a tuple, to keep it out of parameters() and state_dict().
         self._held: tuple[nn.Module] = (_without_values(first),)
-        #: Per template what is not mixed, buffers included, as the blocks brought it: where layers start.
+        #: Per template what is not mixed, with buffers, as it was in the blocks: the initial values of layers.
         self._starts = [self._start(module) for module in modules]
 
     def _check(self, name: str, module: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -135,7 +135,7 @@ class TemplateBank(nn.Module):
     def split(self, vectors: Tensor) -> dict[str, Tensor]:
         """``[..., P]`` -> views ``[..., *shape]`` by the names of the block's parameters."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        parts = vectors.split(sizes, -1)  # its backward is one pass, which that of as many slices is not
+        parts = vectors.split(sizes, -1)  # its backward is a single pass, unlike that of as many slices
         lead = vectors.shape[:-1]
         return {n: part.reshape((*lead, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
@@ -144,13 +144,13 @@ class TemplateBank(nn.Module):
         return self.split(self.weight[self.check_index(index)])
 
     def start(self, index: int) -> dict[str, Tensor]:
-        """What the block that became this template had besides: buffers, and scales and shifts if ``norm`` is False."""
+        """What else the block of this template had: buffers, and scales and shifts if ``norm`` is False."""
         like = self.weight
         start = self._starts[self.check_index(index)]
         return {n: v.to(like if v.is_floating_point() else like.device) for n, v in start.items()}
 
     def to_modules(self) -> list[nn.Module]:
-        """K ordinary blocks with copies of the weights, and buffers as the blocks brought them."""
+        """K ordinary blocks with copies of the weights and of the original buffers."""
         found = []
         for k in range(self.templates):
             values = {n: v.detach().clone() for n, v in {**self.template(k), **self.start(k)}.items()}
@@ -170,7 +170,8 @@ class TemplateBank(nn.Module):
     # --------------------------------------------------------------- changing
 
     def add_template(self, init: int | nn.Module | Callable[[], nn.Module]) -> int:
-        """One more row: a copy of a template, or a block's weights. ``weight`` becomes a new parameter; returns K - 1.
+        """Add a row: a copy of a template, or the weights of a block. ``weight`` becomes a new parameter; returns K -
+        1.
 
         An optimiser that holds the old parameter has to be made anew.
         """
@@ -187,7 +188,7 @@ class TemplateBank(nn.Module):
         return self.templates - 1
 
     def remove_template(self, index: int) -> None:
-        """One row less; ``weight`` becomes a new parameter."""
+        """Remove a row; ``weight`` becomes a new parameter."""
         self.check_index(index)
         if self.templates == 1:
             raise ValueError("template: expected more than one template to remove one of, got the last")
@@ -206,9 +207,9 @@ class TemplateBank(nn.Module):
 
 
 def _without_values(block: nn.Module) -> nn.Module:
-    """A copy to run over other weights, with a NaN for every number and memory for one; tied weights stay tied.
+    """A copy to run over other weights; its own are NaN, in the memory of one number each, and tied weights stay tied.
 
-    Not on the meta device: some CPU kernels would read what lies at address 0 if a weight were forgotten.
+    Not on the meta device: if a weight were forgotten, some CPU kernels would read from address 0.
     """
     memo: dict[int, Any] = {id(p): nn.Parameter(_blank(p), p.requires_grad) for p in block.parameters()}
     memo |= {id(buffer): _blank(buffer) for buffer in block.buffers()}

@@ -1,8 +1,8 @@
-"""From kernels to an op that torch differentiates, vmaps and compiles: what the files of the ops share.
+"""Turns kernels into an op that torch can differentiate, vmap and compile; shared by the files of the ops.
 
-An op's file defines its kernels' schemas with :func:`define`, says in an :class:`Op` what to save and which kernel
-gives the gradients, and calls :func:`apply`. Native kernels (``csrc``) and Triton launchers (``kernels``) only
-implement the schemas, so that everything here holds for both, and exists without either.
+The file of an op defines the schemas of its kernels with :func:`define`, says in an :class:`Op` what to save and which
+kernel gives the gradients, and calls :func:`apply`. Native kernels (``csrc``) and Triton launchers (``kernels``) only
+implement the schemas: everything here is the same for both, and exists without either.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fastmod._private import is_batched, transformed, transforms_active, without
 
 #: Native kernels and Triton's have a namespace each, since both may serve one device.
 NAMESPACES = ("fastmod", "fastmod_triton")
-# torch drops the definitions with the object that made them.
+# Kept because torch drops the definitions together with the object that made them.
 _libraries = [torch.library.Library(namespace, "FRAGMENT") for namespace in NAMESPACES]
 
-#: For schemas that an extension from older sources contradicts: it stays unused, and importing works.
+#: Takes the schemas that contradict an extension built from older sources: that one stays unused, and importing works.
 _unused = torch.library.Library("fastmod_unused", "FRAGMENT")
 
 #: ``(native, triton)``, chosen by ``kernel[triton]``.
@@ -45,19 +45,19 @@ def define(schema: str, fake: Callable[..., Any], rule: Callable[[Any], Rule] | 
 
 
 def define_native(schema: str) -> Any:
-    """The overload of a schema that the extension alone implements, and that no transform has to know."""
+    """The overload of a schema that only the extension implements, and that no transform needs to support."""
     return _defined(_libraries[0], schema)[1]
 
 
 def _defined(library: torch.library.Library, schema: str) -> tuple[torch.library.Library, Any]:
-    """Defines the schema, elsewhere if an older extension has the name: in which library, and the overload."""
+    """Define a schema, in another library if an older extension has the name; returns that library and the overload."""
     name = schema.split("(", 1)[0]
     namespace = getattr(torch.ops, library.ns)
     try:
         if not hasattr(namespace, name):  # older extensions defined it themselves
             library.define(schema)
             return library, getattr(namespace, name).default
-    except RuntimeError:  # or have a kernel of that name with other arguments
+    except RuntimeError:  # or they have a kernel of that name with other arguments
         if _extension.NAME not in sys.modules:
             raise
     _extension.leave_unused()
@@ -68,7 +68,7 @@ def _defined(library: torch.library.Library, schema: str) -> tuple[torch.library
 class Op(torch.autograd.Function):
     """Base of the ops: ``forward(*arguments)``, ``setup_context`` and ``backward``, fit for ``torch.func``."""
 
-    generate_vmap_rule = True  # forward and backward are run on batched tensors: the kernels have rules
+    generate_vmap_rule = True  # forward and backward run on batched tensors, as the kernels have vmap rules
     #: ``apply`` for callers that give every argument, skipping the binding of arguments.
     at_once: ClassVar[Callable[..., Any]]
 
@@ -83,25 +83,25 @@ def apply(op: type[Op], *arguments: Any) -> Any:
 
 
 def wanted(*tensors: Tensor | None) -> bool:
-    """Whether a gradient may be asked for: if not, the kernel is called without a node."""
+    """Whether a gradient may be needed; if not, the kernel is called without an autograd node."""
     if not torch.is_grad_enabled():
         return False
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
             return True
-    return transforms_active()  # a batched tensor hides whether what it holds requires grad
+    return transforms_active()  # a batched tensor does not show whether the tensor inside requires grad
 
 
 # ------------------------------------------------------------------ backward
 
-#: ``(numbers, *tensors) -> gradients``; the tensors: gradients of outputs, inputs, what the forward kept.
+#: ``(numbers, *tensors) -> gradients``; the tensors are gradients of outputs, then inputs, then what the forward kept.
 Gradients = Callable[..., tuple[Tensor, ...]]
 
 
 def gradients(
     by_kernel: Gradients, by_reference: Gradients, numbers: Any, *tensors: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """``by_kernel(numbers, *tensors)``, and should that be differentiated in turn, the derivative of ``by_reference``,
+    """``by_kernel(numbers, *tensors)``; if that is differentiated in turn, the derivative is taken of ``by_reference``,
     which computes the same in plain PyTorch."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph, or torch.func
         return apply(_Gradients, by_kernel, by_reference, numbers, *tensors)
@@ -109,7 +109,7 @@ def gradients(
 
 
 class _Gradients(Op):
-    """The backward as a node of its own: the kernel computes it, plain PyTorch differentiates it when asked to."""
+    """The backward as a node of its own: computed by the kernel, differentiated through plain PyTorch."""
 
     @staticmethod
     def forward(
@@ -133,9 +133,10 @@ class _Gradients(Op):
 def vjp_at(
     function: Callable[..., Any], places: Sequence[int], grads: Any, *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The gradients of the inputs at ``places`` from those of ``function``'s outputs; differentiable.
+    """The vector-Jacobian product of ``function`` with ``grads``, for the inputs at ``places``; differentiable.
 
-    By torch.func.vjp, which unlike torch.autograd.grad keeps two inputs apart of which one was made from the other.
+    Uses torch.func.vjp, which, unlike torch.autograd.grad, treats two inputs as independent even if one was computed
+    from the other.
     """
 
     def of_chosen(*chosen: Tensor) -> Any:
@@ -162,15 +163,15 @@ def spread(values: Sequence[Any], places: Sequence[int], count: int) -> list[Any
 def from_kernels(
     name: str, forward: Kernel, backward: Kernel, reference: Callable[..., Tensor], tensors: int
 ) -> Callable[..., Tensor]:
-    """The op of two kernels, for the usual case: ``forward`` takes ``tensors`` tensors, then numbers, and makes one;
-    ``backward`` takes its gradient in front, at the end which gradients are needed if its schema has ``needs``, and
-    gives one for each tensor. ``reference`` is the forward in plain PyTorch.
+    """The op made of two kernels, for the usual case: ``forward`` takes ``tensors`` tensors, then numbers, and returns
+    one tensor; ``backward`` takes its gradient before the same arguments and, if its schema has ``needs``, after them
+    which gradients are needed, and returns one for each tensor. ``reference`` is the forward in plain PyTorch.
 
     Returns:
-        ``run(triton, *arguments)``, with the arguments of ``forward``; for torch.compile one node.
+        ``run(triton, *arguments)``, with the arguments of ``forward``; one node for torch.compile.
     """
     asks = backward[0]._schema.arguments[-1].name == "needs"
-    everything = (True,) * tensors  # what is mostly needed, without a search for places
+    everything = (True,) * tensors  # the usual case, which needs no search for places
 
     def by_kernel(numbers: tuple[Any, ...], *given: Tensor | None) -> tuple[Tensor, ...]:
         triton, rest, needs = numbers
@@ -216,7 +217,7 @@ def _places(needs: Sequence[bool]) -> list[int]:
 
 
 def elements(argument: Any, dim: Any, count: int) -> Sequence[Any]:
-    """An argument as each of the ``count`` elements has it. One call of torch a tensor, however many elements."""
+    """An argument split into those of ``count`` elements: one call of torch per tensor, however many elements."""
     if isinstance(argument, (list, tuple)):
         if not batched(dim):
             return [argument] * count
@@ -227,7 +228,7 @@ def elements(argument: Any, dim: Any, count: int) -> Sequence[Any]:
 
 
 def by_elements(overload: Any) -> Rule:
-    """The rule that always holds: one call per element, so that an element finds its noise as it would alone."""
+    """The rule that always works: one call per element, so that each element draws the noise it would draw alone."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         found = _each(overload, info.batch_size, in_dims, arguments)
@@ -237,8 +238,8 @@ def by_elements(overload: Any) -> Rule:
 
 
 def one_by_one(function: Callable[..., Any], count: int, *arguments: Any) -> Any:
-    """For kernels that cannot take many nets at once: one call for each of ``count``, which are in front of every
-    tensor, and so of the results."""
+    """For kernels that cannot take many nets at once: one call for each of ``count`` nets, which are the leading
+    dimension of every input and output."""
     return _each(function, count, [_in_front_of(a) for a in arguments], arguments)
 
 
@@ -254,18 +255,18 @@ def _stacked(results: Sequence[Any]) -> Any:
 
 
 def _in_front_of(found: Any) -> Any:
-    """The dimension of the batch, 0, for every tensor."""
+    """The batch dimension of every tensor in ``found``: 0."""
     if isinstance(found, (list, tuple)):
         return type(found)(map(_in_front_of, found))
     return 0 if isinstance(found, Tensor) else None
 
 
 def over_copies(overload: Any, params: int) -> Rule:
-    """The rule of a kernel that takes the parameters of many nets at once, if they, and every other tensor, have the
-    copies in front: one call for all. Where there are copies already, one a copy.
+    """The rule of a kernel that takes the parameters of many nets in one call, if these and every other tensor have the
+    copies as leading dimension. Where there are copies already: one call per copy.
 
     Args:
-        params: which argument is the list of parameters; the first of them is a weight ``[out, in]``.
+        params: the position of the list of parameters, the first of which is a weight ``[out, in]``.
     """
     loop = by_elements(overload)
 
@@ -282,12 +283,12 @@ def over_copies(overload: Any, params: int) -> Rule:
 
 
 def maps_copies(params: Sequence[Tensor]) -> bool:
-    """Whether torch.vmap is at work on parameters, of which the first is a weight, that have no copies yet."""
+    """Whether torch.vmap maps parameters (the first is a weight) that have no dimension of copies yet."""
     return params[0].dim() == 2 and any(map(is_batched, params))
 
 
 def each_copy(function: Callable[..., Any], weight: Tensor | None) -> Callable[..., Any]:
-    """A function of one net's tensors as one of many nets', if ``weight`` has copies."""
+    """``function``, which takes the tensors of one net, mapped over many nets if ``weight`` has copies."""
 
     def mapped(*tensors: Tensor | None) -> Any:
         return torch.vmap(function, tuple(None if t is None else 0 for t in tensors))(*tensors)
@@ -296,8 +297,8 @@ def each_copy(function: Callable[..., Any], weight: Tensor | None) -> Callable[.
 
 
 def of_copies(op: type[Op], run: Callable[..., tuple[Tensor, ...]]) -> type[Op]:
-    """The op for many nets' parameters under torch.vmap: ``run(*arguments)`` is ``op`` with the copies in front, so
-    that autograd meets one node and none of torch.func."""
+    """The op for the parameters of many nets under torch.vmap: ``run(*arguments)`` is ``op`` with the copies as leading
+    dimension, so that autograd records one node and none of torch.func's."""
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         found = run(*[with_copies(info, a, d) for a, d in zip(arguments, in_dims, strict=True)])
@@ -307,19 +308,19 @@ def of_copies(op: type[Op], run: Callable[..., tuple[Tensor, ...]]) -> type[Op]:
 
 
 def batched(dim: Any) -> bool:
-    """Whether anything is, of one argument."""
+    """Whether an argument has a batch dimension; ``dim`` is a list for a list of tensors."""
     return any(batched(d) for d in dim) if isinstance(dim, (list, tuple)) else dim is not None
 
 
 def in_front(info: Any, tensor: Tensor, dim: int | None) -> Tensor:
-    """The batch as leading dimension."""
+    """The tensor with the batch as leading dimension."""
     if dim is None:
         return tensor.expand(info.batch_size, *tensor.shape)
     return tensor.movedim(dim, 0) if dim else tensor
 
 
 def with_copies(info: Any, argument: Any, dim: Any) -> Any:
-    """An argument with the batch in front of its tensors, if it has any."""
+    """An argument whose tensors, if any, have the batch as leading dimension."""
     if isinstance(argument, (list, tuple)):
         dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(argument)
         return type(argument)(with_copies(info, a, d) for a, d in zip(argument, dims, strict=True))
@@ -327,8 +328,8 @@ def with_copies(info: Any, argument: Any, dim: Any) -> Any:
 
 
 def folded(overload: Any, tensors: int) -> Rule:
-    """The rule of a kernel that treats the elements of leading dimensions apart: the first ``tensors`` arguments, and
-    all results, get one more."""
+    """The rule of a kernel that treats the elements of leading dimensions independently: the first ``tensors``
+    arguments and all results get one more dimension."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         fronts = [in_front(info, a, d) for a, d in zip(arguments[:tensors], in_dims, strict=False)]

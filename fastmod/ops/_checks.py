@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fastmod import backend
 
-#: Compared with instead of math.isfinite, which torch.compile cannot trace for a dynamic float.
+#: A comparison with this replaces math.isfinite, which torch.compile cannot trace for a dynamic float.
 INFINITY = float("inf")
-#: Of a count or a size; beyond it torch's own messages name no argument.
+#: The largest count or size; beyond it torch itself would complain, without naming the argument.
 LARGEST = 2**31 - 1
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -22,12 +22,12 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def tau_dtype(tau: Tensor | None, like: Tensor) -> torch.dtype:
-    """The dtype of a temperature's gradient as kernels give it: its own, if that has 16 bits, or the compute dtype."""
+    """The dtype of the gradient of a temperature in kernels: its own if that has 16 bits, else the compute dtype."""
     return tau.dtype if tau is not None and tau.dtype in (torch.bfloat16, torch.float16) else compute_dtype(like)
 
 
 def in_dtype(dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast, or as they are for None."""
+    """The tensors cast to a dtype, or unchanged if it is None."""
     return tensors if dtype is None else tuple(t.to(dtype) for t in tensors)
 
 
@@ -56,7 +56,7 @@ def same_kind(first_name: str, first: Tensor, name: str, value: Tensor) -> None:
 
 
 def one_device(first: Tensor, *tensors: Tensor | None) -> None:
-    """For the fakes: the dispatcher would serve a meta tensor among CPU tensors with a shape only."""
+    """For the fakes: given a meta tensor among CPU tensors, the dispatcher would return only a shape."""
     for tensor in tensors:
         if tensor is not None and tensor.device != first.device:
             raise RuntimeError(f"expected all tensors on {first.device}, got one on {tensor.device}")
@@ -72,12 +72,12 @@ def tau_tensor(name: str, tau: Tensor, like: Tensor, form: str = "a float or a f
         raise TypeError(f"{name}: expected {form}, got {tau.dtype} of {shape(tau)}")
     if tau.device != like.device:
         raise RuntimeError(f"{name}: expected the device of the blocks ({like.device}), got {tau.device}")
-    # Reading a value stops a trace and stalls a GPU: the CPU kernels check it themselves, a GPU gives NaN.
+    # Reading a value breaks a trace and stalls a GPU: the CPU kernels check it themselves, a GPU returns NaN.
     return tau
 
 
 def positive_tau(tau: float | Tensor, like: Tensor) -> tuple[Tensor | None, float]:
-    """Split ``tau`` into (tensor or None, float): a tensor is read by the kernels, a float is passed by value."""
+    """Split ``tau`` into (tensor or None, float): kernels read a tensor, a float is passed by value."""
     if isinstance(tau, Tensor):
         return tau_tensor("tau", tau, like), 1.0
     if isinstance(tau, bool) or not isinstance(tau, (int, float)):
@@ -107,7 +107,7 @@ def threshold(value: float, form: str = "a float") -> float:
 
 
 def float_tau(tau: float) -> float:
-    """The temperature of an op that takes it by value only."""
+    """Check the temperature of an op that takes it by value only."""
     if isinstance(tau, bool) or not isinstance(tau, (int, float)):
         raise TypeError(f"tau: expected a float, got {type(tau).__name__}")
     if not 0 < tau < INFINITY:

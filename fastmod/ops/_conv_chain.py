@@ -1,6 +1,6 @@
-"""Convolutions of several experts one after the other, in inference, as one op: only the last result is written.
+"""A chain of convolutions of several experts, in inference, as one op: only the last result is written.
 
-Where the CPU kernels serve and nobody asks for gradients. Not public: layers of experts are written with it.
+For the CPU kernels, where no gradients are needed. Not public: layers of experts are built on it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Layer(NamedTuple):
 
 
 def served(x: Tensor) -> bool:
-    """Whether images like ``x`` may pass: without gradients or a transform, and not in reduced precision, in which
-    every layer rounds its result."""
+    """Whether the op serves images like ``x``: without gradients or a transform, and not in reduced precision, where
+    every layer would have to round its result."""
     if torch.is_grad_enabled() or transformed() or not isinstance(x, Tensor):
         return False
     if x.dtype not in (torch.float32, torch.float64) or not has_kernel("fastmod::conv_chain", x.device.type):
@@ -39,8 +39,8 @@ def served(x: Tensor) -> bool:
 
 
 def conv_chain(x: Tensor, layers: Sequence[Layer], gate: Tensor | None = None) -> Tensor:
-    """x ``[B, E, C, H, W]``, or ``[B, C, H, W]``, read by all experts -> what the last layer gives,
-    ``[B, E, C', H', W']``; with ``gate`` ``[B, E]`` the sum of that over the experts, each times its gate,
+    """x ``[B, E, C, H, W]``, or ``[B, C, H, W]`` if all experts read the same -> the result of the last layer,
+    ``[B, E, C', H', W']``; with ``gate`` ``[B, E]``, its sum over the experts weighted by the gate,
     ``[B, C', H', W']``."""
     weights, scales, biases, *_ = zip(*layers, strict=True)
     forms = [int(number) for layer in layers for number in layer[3:]]

@@ -1,7 +1,7 @@
 """What the ops on images of several experts share: layout, checks of per-channel tensors, gradients on demand.
 
-Images are ``[B, E, C, H, W]``, results lie in memory as ``[B, E, H, W, C]``: a pixel's channels are neighbours, which
-is what a convolution reads at once. ``[B, C, H, W]`` is shared by all experts.
+Images are ``[B, E, C, H, W]``; results lie in memory as ``[B, E, H, W, C]``, so that the channels of a pixel, which a
+convolution reads together, are neighbours. Images ``[B, C, H, W]`` are shared by all experts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastmod.ops import _checks
 def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
     """``[..., C, H, W]`` with the channels innermost in memory.
 
-    Not a permuted view of another tensor: autograd forbids to write in place into a view that an op of ours returns.
+    Not a permuted view of another tensor: autograd forbids writing in place into a view returned by one of our ops.
     """
     strides, step = [0] * len(shape), 1
     for dim in (-3, -1, -2, *range(-4, -len(shape) - 1, -1)):
@@ -27,7 +27,7 @@ def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def per_channel(value: Tensor) -> Tensor:
-    """``[..., C]`` as it multiplies images ``[..., C, H, W]``."""
+    """``[..., C]`` in a shape that multiplies images ``[..., C, H, W]``."""
     return value[..., None, None]
 
 
@@ -40,7 +40,7 @@ def check_images(name: str, value: Tensor, form: str = "[B, E, C, H, W]") -> Non
 def check_affine(
     scale_name: str, scale: Tensor | None, shift_name: str, shift: Tensor | None, x: Tensor, experts: int, form: str
 ) -> None:
-    """Both or none, ``[E, C]`` (``[C]`` for images that all experts share), of any floating-point dtype."""
+    """Check scale and shift: both or none, ``[E, C]`` (``[C]`` for shared images), of any floating-point dtype."""
     if (scale is None) != (shift is None):
         raise ValueError(f"{scale_name}, {shift_name}: expected both or none, got only one")
     channels = x.shape[-3]
@@ -56,7 +56,7 @@ def check_affine(
 
 
 def affine(value: Tensor | None, x: Tensor) -> Tensor | None:
-    """As kernels take it: ``[E or 1, C]`` in the dtype they compute in."""
+    """In the form that kernels take: ``[E or 1, C]`` in the compute dtype."""
     if value is None:
         return None
     wide = _checks.compute_dtype(x)
@@ -65,7 +65,7 @@ def affine(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def blanks(tensors: Sequence[Tensor | None], needs: Sequence[bool], images: Sequence[int]) -> list[Tensor]:
-    """For the fakes: gradients of ``tensors``, those at ``images`` with channels innermost; empty where not needed."""
+    """For the fakes: gradients of ``tensors``, channels innermost for those at ``images``; empty where not needed."""
     first = tensors[0]
     assert first is not None
     found = []

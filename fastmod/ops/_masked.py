@@ -1,8 +1,8 @@
 """What the masked layers ``masked_linear`` and ``masked_conv2d`` share: checks, reference weights, the autograd node.
 
-A layer goes sample by sample: one masked copy of the weight at a time, multiplied or convolved by torch's own
-libraries, with the gradient of the logits summed up as the samples pass. Where kernels do it all at once, its geometry
-says so. Biases are small: here, for all.
+By default a layer is computed sample by sample: torch's own libraries multiply or convolve with one masked copy of the
+weight at a time, and the gradient of the logits is accumulated over the samples. The geometry of a layer says where
+kernels compute all samples at once. Biases are small and handled here for both layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastmod.ops.sample_mask import reference as reference_sample
 def check_layer(
     x: Tensor, weight: Tensor, logits: Tensor, bias: Tensor | None, bias_logits: Tensor | None, samples: int
 ) -> None:
-    """What holds for every masked layer, after x and weight have been found to fit."""
+    """The checks of every masked layer, after x and weight were found to fit."""
     _checks.float_tensor("logits", logits, 0, "of the shape of weight")
     _checks.same_kind("x", x, "weight", weight)
     _checks.same_kind("x", x, "logits", logits)
@@ -70,28 +70,29 @@ def fake_gradients(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tens
 
 
 class Geometry(Protocol):
-    """What one masked layer does that the other does not. ``weight`` is one masked copy."""
+    """What differs between the masked layers. ``weight`` is one masked copy."""
 
     @property
     def always_masked(self) -> bool:
-        """Whether the backward wants the masked weight even without a gradient of x."""
+        """Whether the backward reads the masked weight even if no gradient of x is needed."""
 
     @property
     def reference(self) -> Callable[..., Tensor]: ...
 
     def parts(self, batch: Tensor, samples: int) -> Sequence[Tensor]:
-        """x, or the gradient of the result, of every sample."""
+        """x, or the gradient of the result, split into the parts of the samples."""
 
-    def room(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
-        """Where the results of every sample go, or gradients like x; None where they cannot be put in a place."""
+    def buffers(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
+        """Output buffers for the results of the samples, or for gradients like x; None where results cannot be written
+        to a given buffer."""
 
     def whole(self, parts: list[Tensor], x: Tensor) -> Tensor:
-        """The results of all samples as one, or, of parts like x, the gradient of x."""
+        """The results of all samples joined; for parts like x, the gradient of x."""
 
     def forward(self, part: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor: ...
 
     def backward(self, grad: Tensor, part: Tensor, weight: Any, needs: tuple[bool, bool], out: Tensor | None) -> Any:
-        """Gradients of the part, in ``out``, and of the masked weight."""
+        """Gradients of the part, written to ``out``, and of the masked weight."""
 
     def bias_sum(self, grad: Tensor, dtype: torch.dtype, kept: int = 0) -> Tensor:
         """[out], with the first ``kept`` dimensions of ``grad`` in front."""
@@ -102,7 +103,7 @@ class Geometry(Protocol):
 
 
 class Draws(NamedTuple):
-    """Samples ``first .. first + samples - 1`` of the noise, and whose kernels draw them."""
+    """Which samples of the noise are drawn (``first .. first + samples - 1``), and by which kernels."""
 
     triton: bool
     first: int
@@ -115,7 +116,7 @@ class Draws(NamedTuple):
         return FORWARD[self.triton](logits, weight, self.first + sample, 1, seed, noise.STREAM_MASK).select(0, 0)
 
     def slope(self, grad: Tensor, logits: Tensor, weight: Tensor, seed: Tensor, sample: int, base: Any) -> Tensor:
-        """The gradient of the logits from that of one masked copy, added to ``base``."""
+        """The gradient of the logits, given that of one masked copy, added to ``base``."""
         first, stream = self.first + sample, noise.STREAM_MASK
         return BACKWARD[self.triton](grad.unsqueeze(0), logits, weight, first, 1, seed, stream, self.tau, base)
 
@@ -126,19 +127,19 @@ class Draws(NamedTuple):
         return FORWARD[self.triton](bias_logits, bias, self.first, self.samples, seed, noise.STREAM_MASK_BIAS)
 
     def bias_gradient(self, sums: Tensor, bias_logits: Tensor, seed: Tensor) -> Tensor:
-        """Of a masked bias, from the gradients [S, out] of :meth:`biases`."""
+        """The gradient of a masked bias from the gradients [S, out] of :meth:`biases`."""
         stream = noise.STREAM_MASK_BIAS
         return (sums * FORWARD[self.triton](wide(bias_logits), None, self.first, self.samples, seed, stream)).sum(0)
 
     def bias_slope(self, sums: Tensor, bias: Tensor, bias_logits: Tensor, seed: Tensor) -> Tensor:
-        """Of the bias logits, likewise."""
+        """Likewise the gradient of the bias logits."""
         return BACKWARD[self.triton](
             sums, wide(bias_logits), wide(bias), self.first, self.samples, seed, noise.STREAM_MASK_BIAS, self.tau, None
         )
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In the dtype that sums over rows and samples are taken in, to be rounded once: fp32 for bf16 and fp16."""
+    """In the dtype in which rows and samples are summed, so that rounding happens once: fp32 for bf16 and fp16."""
     dtype = tensor.dtype
     return tensor if dtype == torch.float32 or dtype == torch.float64 else tensor.float()
 
@@ -157,9 +158,9 @@ def _forward(
     biases = None if bias is None else draws.biases(bias, bias_logits, seed)
     if at_once:
         return geometry.forward_at_once(draws, x, weight, logits, biases, seed)
-    room = geometry.room(x, draws.samples, weight.shape[0])
+    buffers = geometry.buffers(x, draws.samples, weight.shape[0])
     results = [
-        geometry.forward(part, draws.masked(logits, weight, seed, s), None if biases is None else biases[s], room[s])
+        geometry.forward(part, draws.masked(logits, weight, seed, s), None if biases is None else biases[s], buffers[s])
         for s, part in enumerate(geometry.parts(x, draws.samples))
     ]
     return geometry.whole(results, x)
@@ -218,14 +219,14 @@ def _by_samples(
             return _by_samples(geometry, draws, needs, grad, x, weight, logits, seed)
     need_x, need_weight, need_logits = needs[:3]
     wide_weight, wide_logits = wide(weight), wide(logits)
-    room = geometry.room(x, draws.samples, x.shape[-1]) if need_x else [None] * draws.samples
+    buffers = geometry.buffers(x, draws.samples, x.shape[-1]) if need_x else [None] * draws.samples
     grad_x: list[Tensor] = []
     grad_weight: Tensor | None = None
     grad_logits: Tensor | None = None
     parts = zip(geometry.parts(grad, draws.samples), geometry.parts(x, draws.samples), strict=True)
     for s, (g, part) in enumerate(parts):
         masked = draws.masked(logits, weight, seed, s) if need_x or geometry.always_masked else None
-        own_x, own = geometry.backward(g, part, masked, (need_x, need_weight or need_logits), room[s])
+        own_x, own = geometry.backward(g, part, masked, (need_x, need_weight or need_logits), buffers[s])
         if need_x:
             grad_x.append(own_x)
         if need_logits:
@@ -258,7 +259,7 @@ class MaskedLayer(_autograd.Op):
         needs = ctx.needs_input_grad[1:6]
         geometry, draws, at_once = ctx.numbers
         saved = x, weight, logits, bias, _, seed = ctx.saved_tensors
-        if at_once and bias is None and not torch.is_grad_enabled():  # the same, on a short way
+        if at_once and bias is None and not torch.is_grad_enabled():  # the same with less overhead
             found = geometry.backward_at_once(draws, grad, x, weight, logits, seed, needs=needs[:3])
             return None, *[value if need else None for value, need in zip(found, needs, strict=False)], None, None, None
         numbers = geometry, draws, at_once, needs

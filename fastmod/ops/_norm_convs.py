@@ -1,8 +1,8 @@
-"""Several convolutions that do not wait for one another, with the batch norms that follow them, in one launch.
+"""Several independent convolutions, with the batch norms that follow them, in one launch.
 
-What :func:`fastmod.ops.norm_conv` and :func:`fastmod.ops.batch_affine` compute one after the other; where the CUDA
-kernels serve, a group is one launch forward and two backward, and batch norm none of its own. Elsewhere the two ops are
-called. The layers of experts and tasks are written with it; it is not public.
+Computes what :func:`fastmod.ops.norm_conv` and :func:`fastmod.ops.batch_affine` compute one after the other. Where the
+CUDA kernels serve, a group takes one launch forward and two backward, and batch norm none of its own; elsewhere the two
+ops are called. The layers of experts and tasks are built on it; it is not public.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fastmod.ops.norm_sum import norm_sum
 
 
 class Norm(NamedTuple):
-    """A batch norm in training, by the statistics of the batch; all ``[E, C]``. ``batches``, a counter, goes up by one
-    where :func:`served`, else it is the caller's to count, for all norms at once."""
+    """A batch norm in training, by the statistics of the batch; all ``[E, C]``. Where :func:`served`, the counter
+    ``batches`` is increased by one; elsewhere the caller increases it, for all norms at once."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -67,7 +67,7 @@ class Found(NamedTuple):
 INPUTS = 9
 #: And among the results: y, sum, mean, var, scale, shift; empty where there are none.
 OUTPUTS = 6
-#: Convolutions of a call, and of a launch.
+#: The most convolutions in a call, and in a launch.
 MOST = 4
 
 
@@ -110,7 +110,7 @@ def norm_convs(convs: Sequence[Conv]) -> list[Found]:
             numbers += [0.0, 0.0] if norm is None else [float(norm.momentum), float(norm.eps)]
         found = _run(tensors, running, forms, numbers)
     except Exception:
-        for conv in convs:  # their checks say what was wrong
+        for conv in convs:  # the checks of the ops say what was wrong
             arguments = (conv.x, conv.weight, conv.scale, conv.shift, conv.channel_gate, conv.bias)
             check_conv(*arguments, Form(conv.relu, conv.stride, conv.depthwise), True)
         raise
@@ -131,7 +131,7 @@ def _check_count(conv: Conv) -> None:
 
 
 def _alone(conv: Conv) -> Found:
-    """By the ops themselves."""
+    """Computed by the public ops."""
     x, scale, shift = conv.x, conv.scale, conv.shift
     if conv.residual is not None:
         assert scale is not None and shift is not None
@@ -161,7 +161,7 @@ def _alone(conv: Conv) -> Found:
 
 
 def reference(forms: Sequence[int], numbers: Sequence[float], *tensors: Tensor | None) -> list[tuple[Tensor, ...]]:
-    """Of each convolution y, sum, scale and shift, as far as there are any; plain PyTorch."""
+    """y, sum, scale and shift of each convolution, as far as it has them; plain PyTorch."""
     results = []
     for i in range(len(tensors) // INPUTS):
         x, weight, scale, shift, gate, bias, residual, factor, added = tensors[INPUTS * i : INPUTS * (i + 1)]
@@ -211,17 +211,17 @@ def fake_backward(
     return results
 
 
-#: tensors: INPUTS a convolution; running: mean, var and maybe a counter of each batch norm that has them, which move;
+#: tensors: INPUTS per convolution; running: mean, var and maybe a counter of each batch norm that has them, updated;
 #: forms: relu, stride, depthwise, whether a batch norm follows, whether it has running statistics (2: and a counter);
-#: numbers: momentum and eps of it.
-#: -> OUTPUTS a convolution, of MOST of them: torch.compile cannot take a list from an op that writes its arguments
+#: numbers: momentum and eps of the batch norm.
+#: -> OUTPUTS per convolution, for MOST of them: torch.compile cannot take a list from an op that writes its arguments
 FORWARD = _autograd.define(
     "norm_convs_forward(Tensor?[] tensors, Tensor(a!)[] running, int[] forms, float[] numbers) -> "
     f"({', '.join(['Tensor'] * (MOST * OUTPUTS))})",
     fake_forward,
 )
-#: grads: of y, of sum, of scale and shift (both or none), a convolution; kept: the results of the forward; needs: of
-#: each tensor -> gradients of all tensors, empty where not needed
+#: grads: of y, sum, scale and shift (the last two both or none) per convolution; kept: the results of the forward;
+#: needs: one flag per tensor -> gradients of all tensors, empty where not needed
 BACKWARD = _autograd.define(
     "norm_convs_backward(Tensor?[] grads, Tensor?[] tensors, Tensor[] kept, int[] forms, float[] numbers, "
     "int[] needs) -> Tensor[]",
@@ -279,7 +279,7 @@ def _by_kernel(info: tuple[Any, ...], *values: Any) -> tuple[Tensor, ...]:
 def _by_reference(info: tuple[Any, ...], *values: Any) -> tuple[Tensor, ...]:
     forms, numbers, needs, first = info
     grads, tensors = values[:first], values[first : first + len(needs)]
-    # Only what has a gradient is derived: all others are constants.
+    # Only outputs that have a gradient are differentiated: all others are constants.
     places = [(i, j) for i in range(len(grads) // 4) for j in range(4) if grads[4 * i + j] is not None]
 
     def function(*inputs: Any) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """The end of a gater or of a net in one launch: ReLU, mean over regions, linear layer, softmax.
 
-Where the CUDA kernels serve; elsewhere plain PyTorch. Not public.
+For the CUDA kernels; elsewhere plain PyTorch computes it. Not public.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fastmod._compiler import in_graph
 from fastmod._private import has_kernel
 from fastmod.ops import _autograd, _checks, _images
 
-#: Shared memory of a block: features and outputs have to fit.
+#: Features and outputs have to fit into the shared memory of a block.
 MOST_BYTES = 32 * 1024
 
 
 def served(x: Tensor, head: nn.Module) -> bool:
-    """Whether one launch does it: an ordinary linear layer without hooks, on a device with CUDA C++."""
+    """Whether one launch can compute it: ``head`` is a linear layer without hooks, the device has CUDA C++ kernels."""
     if x.device.type == "meta" or type(head) is not nn.Linear:
         return False
     if not has_kernel("fastmod::pool_linear_forward", x.device.type):

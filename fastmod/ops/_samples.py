@@ -1,4 +1,4 @@
-"""What an op's file says of its inputs: ``SAMPLES``, small and odd, and ``SHAPES``, those of the papers.
+"""What the file of an op says about inputs: ``SAMPLES``, small and odd sizes, and ``SHAPES``, those of the papers.
 
 :mod:`fastmod.samples` and :mod:`fastmod.gpu.shapes` find them there.
 """
@@ -25,7 +25,7 @@ class Sample:
     call: Call  # tensors -> differentiable outputs
 
     def tensors(self, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> list[Tensor]:
-        """Leaves that require grad, of the same values for every dtype and device; 0-d ones (temperatures) are > 0."""
+        """Leaves that require grad, the same values for every dtype and device; 0-d ones (temperatures) are > 0."""
         generator = torch.Generator().manual_seed(seed)
         values = [torch.randn(shape, generator=generator) for shape in self.shapes]
         values = [value if value.dim() else value.abs() + 0.5 for value in values]
@@ -47,7 +47,7 @@ class Shape(Sample):
 
     products: int = 0  # multiply-adds of the forward that are matrix products; the backward has twice as many
     wide: tuple[int, ...] = ()  # tensors that are fp32 where others are bf16 or fp16: those of batch norm
-    #: The same as one writes it without fastmod: what is launched, not what comes out where there is noise.
+    #: The same written without fastmod. It launches what users would launch; where there is noise, values differ.
     plain: Call | None = None
     copies: int = 0  # of nets: all tensors have them in front
 
@@ -56,7 +56,7 @@ class Shape(Sample):
         return f"{self.op} {self.label}"
 
     def tensors(self, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> list[Tensor]:
-        """Matrices of an FNN are as large as a layer's own: else a stack of them would be chaotic."""
+        """Matrices of an FNN are scaled as a layer initialises them; otherwise outputs of a stack would be chaotic."""
         values = super().tensors(dtype=dtype, device=device, seed=seed)
         for i, value in enumerate(values):
             wide = i in self.wide and dtype.itemsize == 2
@@ -69,7 +69,7 @@ class Shape(Sample):
         return values
 
     def bytes_moved(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Of forward and backward, if every input is read once and every result written once."""
+        """In forward and backward, if every input is read once and every result written once."""
         kinds = [torch.float32 if i in self.wide else dtype for i in range(len(self.shapes))]
         tensors = [torch.empty(size, dtype=kind, device="meta") for size, kind in zip(self.shapes, kinds, strict=True)]
         inputs, outputs = (sum(value.nbytes for value in some) for some in (tensors, self.call(tensors)))

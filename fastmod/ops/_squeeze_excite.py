@@ -1,6 +1,6 @@
-"""A squeeze-excite in training in one launch: pool, two small layers with batch norm over the batch, sigmoid.
+"""A squeeze-excite in training as one launch: pooling, two small layers with batch norm, sigmoid.
 
-Where the CUDA kernels serve; elsewhere its users compute it layer by layer. Not public.
+For the CUDA kernels; elsewhere callers compute it layer by layer. Not public.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fastmod.ops import _autograd, _checks, _images
 from fastmod.ops._norm_convs import Norm
 from fastmod.ops.batch_affine import reference as affine_reference
 
-#: Shared memory of a block: a layer's weights have to fit.
+#: The weights of a layer have to fit into the shared memory of a block.
 MOST_BYTES = 60 * 1024
 
 
 def served(x: Tensor, squeezed: int) -> bool:
-    """Whether one launch does it for ``x`` [B, E, C, H, W]."""
+    """Whether one launch can compute it for ``x`` [B, E, C, H, W]."""
     if x.device.type == "meta" or not has_kernel("fastmod::squeeze_excite_forward", x.device.type):
         return False
     numbers = max(x.shape[2] * (squeezed | 1), squeezed * (x.shape[2] | 1))
@@ -34,10 +34,10 @@ def served(x: Tensor, squeezed: int) -> bool:
 def squeeze_excite(
     x: Tensor, scale: Tensor, shift: Tensor, squeeze: Tensor, first: Norm, excite: Tensor, second: Norm
 ) -> Tensor:
-    """``sigmoid(second(excite relu(first(squeeze pooled))))``, pooled the mean of ``relu(scale * x + shift)``.
+    """``sigmoid(second(excite relu(first(squeeze pooled))))``; ``pooled`` is the mean of ``relu(scale * x + shift)``.
 
     x ``[B, E, C, H, W]``, scale and shift ``[E, C]``, squeeze ``[E, R, C]``, excite ``[E, C, R]`` -> ``[B, E, C]``.
-    Both batch norms are those of a training step: by the batch, and their running statistics move.
+    Both batch norms are those of a training step: they use the batch and update their running statistics.
     """
     if x.shape[0] == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape[:3])}")
@@ -99,7 +99,7 @@ def fake_backward(
 
 
 #: layers: squeeze [E, R, C], its norm's weight and bias [E, R], excite [E, C, R], its norm's weight and bias [E, C], in
-#: the dtype of the sums; running: mean and var of both norms, which move -> gate [B, E, C] and what the backward reads
+#: the dtype of the sums; running: mean and var of both norms, updated -> gate [B, E, C] and what the backward reads
 FORWARD = _autograd.define(
     "squeeze_excite_forward(Tensor x, Tensor scale, Tensor shift, Tensor[] layers, Tensor(a!)[] running, "
     f"float[] momentum, float[] eps) -> ({', '.join(['Tensor'] * 12)})",

@@ -36,14 +36,15 @@ def batch_affine(
 ) -> Affine:
     """The scale and shift of a batch norm: ``weight / sqrt(var + eps)`` and ``bias - mean * scale``.
 
-    Training takes them from ``mean`` and ``var``, as :func:`fastmod.ops.norm_conv` returns them, and moves the running
-    statistics as :class:`torch.nn.BatchNorm2d` does; else they come from the running statistics, where there are any.
+    In training they are computed from ``mean`` and ``var``, as :func:`fastmod.ops.norm_conv` returns them, and the
+    running statistics are updated as by :class:`torch.nn.BatchNorm2d`; else from the running statistics, if there are
+    any.
 
     Args:
         mean, var: ``[E, C]`` (any shape); var without Bessel's correction. May be None where running statistics serve.
         weight, bias: the same shape, any floating-point dtype; None: 1 and 0.
         running_mean, running_var: the same shape; written in training. Both or none.
-        count: how many values each mean was taken of.
+        count: over how many values each mean was taken.
         momentum: weight of the new statistics.
 
     Returns:
@@ -103,7 +104,7 @@ def _check(
     _checks.float_tensor("mean", mean, 0, "[E, C]")
     if mean.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"mean: expected float32 or float64, got {mean.dtype}")
-    if training and count != 0 and not 1 < count < _checks.INFINITY:  # 0: an empty batch, which moves no statistics
+    if training and count != 0 and not 1 < count < _checks.INFINITY:  # 0: an empty batch, which updates no statistics
         raise ValueError(f"count: expected more than 1 value per channel when training, got {count:g}")
     others = (("var", var), ("weight", weight), ("bias", bias))
     for name, value in (*others, ("running_mean", running_mean), ("running_var", running_var)):
@@ -163,7 +164,7 @@ def fake_backward(
     return found[0], found[1], found[2], found[3]
 
 
-#: all of one shape; running statistics are moved where they are given and count > 0
+#: all of one shape; running statistics are updated where they are given and count > 0
 FORWARD = _autograd.define(
     "batch_affine_forward(Tensor mean, Tensor var, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
     "Tensor(b!)? running_var, float count, float momentum, float eps) -> (Tensor, Tensor)",
@@ -221,7 +222,7 @@ def _by_kernel(numbers: tuple[bool, float], *tensors: Any) -> tuple[Tensor, ...]
 def _by_reference(
     numbers: tuple[bool, float], grad_scale: Tensor, grad_shift: Tensor, mean: Tensor, var: Tensor, weight: Any
 ) -> tuple[Tensor, ...]:
-    """By hand: written out it is as short as a call of what would derive it, and keeps an absent weight simple."""
+    """Written by hand: as short as a call to derive it would be, and simpler where there is no weight."""
     inverse = (var + numbers[1]).rsqrt()
     scale = inverse if weight is None else inverse * weight.to(mean.dtype)
     of_scale = grad_scale - mean * grad_shift

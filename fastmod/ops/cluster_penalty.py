@@ -1,7 +1,7 @@
-"""Loss that draws each layer's mixture to one template: ``cluster_penalty``.
+"""Loss that pulls the mixture of each layer towards one template: ``cluster_penalty``.
 
-All distances follow from the table of squared distances between templates, [K, K]: the kernels make it and its
-gradient, which is all that is as large as the bank. The rest is plain PyTorch on a few numbers, in fp64.
+All distances follow from the squared distances between templates, [K, K]. Kernels compute these and their gradient, the
+only steps that touch the whole bank; the rest is plain PyTorch on a few numbers, in fp64.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fastmod.ops.template_mix import check_mixture
 def cluster_penalty(logits: Tensor, bank: Tensor, squared: bool = False) -> Tensor:
     """Sum over rows of ``sum_k xi[k] * ||mixture - bank[k]||``, ``xi`` the softmax, ``mixture = xi @ bank``.
 
-    Right to the last digits near one-hot rows. At distance 0 (a one-hot row, equal templates) its subgradient is 0.
+    Accurate to the last digits near one-hot rows. At distance 0 (a one-hot row, equal templates) its subgradient is 0.
 
     Args:
         logits: ``[..., K]``.
         bank: ``[K, P]``.
-        squared: take squared distances.
+        squared: use squared distances.
 
     Returns:
         A scalar, in fp64 for fp64 tensors, else in fp32.
@@ -39,7 +39,7 @@ def cluster_penalty(logits: Tensor, bank: Tensor, squared: bool = False) -> Tens
 def distances(bank: Tensor) -> Tensor:
     """``||bank[j] - bank[k]||^2``, [K, K], fp64, in plain PyTorch; reduced precision is computed in fp32.
 
-    By differences, a template at a time: norms minus products would lose the distances of near templates.
+    From differences, one template at a time: norms minus products would lose small distances to rounding.
     """
     wide = bank.to(_checks.compute_dtype(bank))
     rows = [
@@ -55,14 +55,12 @@ def from_table(logits: Tensor, table: Tensor, squared: bool) -> Tensor:
     xi = logits.double().softmax(-1).reshape(-1, count)  # [R, K]
     if squared:  # sum_k xi_k r_k^2 = sum_ij xi_i xi_j D_ij / 2
         return 0.5 * ((xi @ table) * xi).sum()
-    # r_k^2 = (sum_j xi_j) * (sum_j xi_j D_jk) - sum_ij xi_i xi_j D_ij / 2, all i, j but k: with k itself in the sums
+    # r_k^2 = (sum_j xi_j) * (sum_j xi_j D_jk) - sum_ij xi_i xi_j D_ij / 2, over all i, j but k: with k in the sums
     # large terms would cancel near one-hot.
-    others = xi[:, None, :] * (
-        1 - torch.eye(count, dtype=xi.dtype, device=xi.device)
-    )  # [R, K, K]: in row k without xi_k
+    others = xi[:, None, :] * (1 - torch.eye(count, dtype=xi.dtype, device=xi.device))  # [R, K, K]: row k has no xi_k
     near = others @ table  # [R, K, K]
     square = others.sum(-1) * near.diagonal(dim1=-2, dim2=-1) - 0.5 * (near * others).sum(-1)  # [R, K]
-    zero = square <= 0  # there the root has no derivative; a NaN passes
+    zero = square <= 0  # the root has no derivative there; NaN stays NaN
     return (xi * torch.where(zero, 0.0, torch.where(zero, 1.0, square).sqrt())).sum()
 
 

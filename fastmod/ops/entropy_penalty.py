@@ -1,4 +1,4 @@
-"""Loss that makes mixtures choose: ``entropy_penalty``."""
+"""Loss that makes a mixture choose one template: ``entropy_penalty``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastmod.ops.template_mix import check_logits
 
 
 def entropy_penalty(logits: Tensor) -> Tensor:
-    """Sum over rows of the entropy of ``softmax(logits)``, in nats; right to the last digits near one-hot rows.
+    """Sum over rows of the entropy of ``softmax(logits)``, in nats; accurate to the last digits near one-hot rows.
 
     Args:
         logits: ``[..., K]``.
@@ -44,7 +44,7 @@ def reference(logits: Tensor) -> Tensor:
 def each(logits: Tensor) -> Tensor:
     """The entropies of rows [..., K]: with u = largest logit - logit, log(1 + sum of the others' exp(-u)) + mean of u.
 
-    All terms are positive. In -sum(p log p) the largest p, a rounded 1, would lose what the others leave of it.
+    All terms are positive. In -sum(p log p), the largest p rounds to 1 near one-hot rows, and its term is lost.
     """
     place = logits.argmax(-1, keepdim=True)
     largest = logits.gather(-1, place)

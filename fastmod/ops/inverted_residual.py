@@ -16,7 +16,7 @@ from fastmod.ops._samples import Sample
 
 #: Names of the convolutions in the order of ``params``; the middle two are left out without squeeze-excite.
 CONVOLUTIONS = ("expand", "depthwise", "squeeze", "excite", "project")
-#: How many tensors there are with squeeze-excite and without: of each convolution its weight and its batch norm's two.
+#: Number of tensors with squeeze-excite and without: weight, and weight and bias of the batch norm, per convolution.
 GATED, PLAIN = 15, 9
 
 
@@ -24,8 +24,8 @@ class InvertedResidualOutput(NamedTuple):
     """What ``inverted_residual`` returns; lists have one entry per batch norm, in the order of ``params``."""
 
     y: Tensor  # [B, T, C, H, W]
-    means: list[Tensor]  # [T, channels], without gradients, for running statistics
-    variances: list[Tensor]  # [T, channels], with Bessel's correction, as running statistics take them
+    means: list[Tensor]  # [T, channels], without gradients, for the running statistics
+    variances: list[Tensor]  # [T, channels], with Bessel's correction, as running statistics need it
 
 
 def inverted_residual(
@@ -38,16 +38,16 @@ def inverted_residual(
     """``x + project(gate * relu(depthwise(relu(expand(x)))))``, batch norm after every convolution, over the batch.
 
     ``gate`` is a squeeze-excite: the mean over the pixels, ``squeeze`` and ReLU, ``excite`` and sigmoid. On the CPU
-    one expanded tensor is written, the output of the depthwise convolution, and none is kept beside it.
+    only one expanded tensor is written, the output of the depthwise convolution, and only that is kept.
 
     Args:
-        x: ``[B, T, C, H, W]``, task t with the weights at t.
+        x: ``[B, T, C, H, W]``; task t uses the weights at t.
         params: ``expand`` [T, M, C], ``depthwise`` [T, M, 3, 3], ``squeeze`` [T, R, M] and ``excite`` [T, M, R] (both
             or none), ``project`` [T, C, M], or in the shapes of convolutions, [T, M, C, 1, 1] and [T, M, 1, 3, 3]; each
             followed by weight and bias [T, channels] of its batch norm.
         eps: of all batch norms.
-        running: mean and variance [T, channels] of every batch norm, in the order of ``params``, to be used instead of
-            those of the batch. An image then passes through the block at once, and no expanded tensor is written;
+        running: mean and variance [T, channels] of every batch norm, in the order of ``params``, used instead of those
+            of the batch. An image then passes through the whole block in cache, and no expanded tensor is written;
             gradients go through plain PyTorch.
     """
     chosen = backend.resolve("inverted_residual", x)

@@ -31,11 +31,11 @@ def masked_conv2d(
     seed: int | Tensor | None = None,
     tau: float = 1.0,
 ) -> Tensor:
-    """Part s of the batch through a convolution with ``weight * mask_s``. On a GPU no masked copy exists where kernels
-    serve it (:func:`at_once`); elsewhere one at a time.
+    """Convolve part s of the batch with ``weight * mask_s``. Where GPU kernels serve it (:func:`at_once`), no masked
+    copy of the weight is made; elsewhere one at a time.
 
     Args:
-        x: ``[B, in, H, W]``, B a multiple of S; images ``s * B / S`` and on meet mask s.
+        x: ``[B, in, H, W]``, B a multiple of S; mask s applies to images ``s * B / S`` and on.
         weight: ``[out, in / groups, h, w]``; gets a gradient only if it requires one, like bias.
         logits: of the shape of ``weight``.
         samples: number of masks S.
@@ -84,7 +84,7 @@ def _masked_conv2d(
         with backend.reference_autocast(x, weight, logits, bias, bias_logits) as (x, weight, logits, bias, bias_logits):
             tensors = x, weight, logits, bias, bias_logits, key
             return reference(*tensors, samples, steps, margin, spread, groups, tau, first)
-    _check(x, weight, logits, bias, bias_logits, samples, groups)  # what a convolution costs hides the time
+    _check(x, weight, logits, bias, bias_logits, samples, groups)  # the time is small beside that of a convolution
     low, triton, geometry = None, chosen == "triton", (steps, margin, spread, groups)
     if backend.autocasts(x):
         if at_once(x, weight, *geometry, triton):
@@ -173,7 +173,7 @@ def reference(
 
 
 def channels_last(x: Tensor) -> bool:
-    """Results and gradients lie in memory as x does, if that is one of the two usual ways."""
+    """Results and gradients have the memory layout of x, if that is one of the two usual ones."""
     return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -183,7 +183,7 @@ def _empty_images(x: Tensor, shape: Sequence[int], low: torch.dtype | None = Non
 
 
 def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Of one dimension; less than 1 if the filter is larger than the image."""
+    """The output size in one dimension; less than 1 if the filter is larger than the image."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
@@ -252,7 +252,7 @@ BACKWARD = _autograd.define(
     fake_backward,
 )
 
-#: Rows and columns of a filter that the kernels serve.
+#: The most rows and columns of a filter that the kernels serve.
 LARGEST_FILTER = 7
 
 
@@ -265,9 +265,8 @@ def at_once(
     groups: int,
     triton: bool,
 ) -> bool:
-    """Whether kernels serve all samples at once: the one place that decides it. Else torch's libraries convolve sample
-    by sample: on the CPU, with groups, filters of more than 7 x 7, images of 2**31 numbers, nothing to do, and
-    fp64."""
+    """Whether kernels serve all samples at once; decided here alone. Otherwise torch's libraries convolve sample by
+    sample: on the CPU, with groups, filters over 7 x 7 or images of 2**31 numbers, on empty tensors, in fp64."""
     name = f"{_autograd.NAMESPACES[triton]}::masked_conv2d_forward"
     key = "CUDA" if x.is_cuda else "CPU"  # where the host harness and Triton's interpreter have it, none else
     if not is_registered(name, key):
@@ -283,7 +282,7 @@ def at_once(
 
 
 class Geometry(NamedTuple):
-    """What a call of the kernels has beside its tensors."""
+    """The arguments of the kernels besides the tensors."""
 
     triton: bool
     samples: int
@@ -344,7 +343,7 @@ _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 class Convolution(NamedTuple):
-    """The geometry of :mod:`fastmod.ops._masked`, sample by sample: torch's libraries convolve."""
+    """The geometry, see :mod:`fastmod.ops._masked`, of a convolution; sample by sample torch's libraries compute it."""
 
     stride: list[int]
     padding: list[int]
@@ -362,7 +361,7 @@ class Convolution(NamedTuple):
     def parts(self, batch: Tensor, samples: int) -> Sequence[Tensor]:
         return batch.chunk(samples) if batch.shape[0] else [batch] * samples
 
-    def room(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
+    def buffers(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
         return [None] * samples
 
     def whole(self, parts: list[Tensor], x: Tensor) -> Tensor:

@@ -27,20 +27,20 @@ def masked_linear(
     seed: int | Tensor | None = None,
     tau: float = 1.0,
 ) -> Tensor:
-    """Part s of the batch through ``weight * mask_s``, the masks sampled as :func:`fastmod.ops.sample_mask` does.
+    """Multiply part s of the batch by ``weight * mask_s``, with masks as :func:`fastmod.ops.sample_mask` draws them.
 
-    The masked copies of the weight never exist all at once, and not even one of them unless a sample has many rows on
-    the CPU: hundreds (:func:`row_limit`).
+    The masked copies of the weight never exist at the same time; a single one exists only on the CPU where a sample has
+    hundreds of rows (:func:`row_limit`).
 
     Args:
-        x: ``[B, in]`` or ``[B, ..., in]``, B a multiple of S; rows ``s * B / S`` and on meet mask s.
+        x: ``[B, in]`` or ``[B, ..., in]``, B a multiple of S; mask s applies to rows ``s * B / S`` and on.
         weight: ``[out, in]``; gets a gradient only if it requires one, like bias.
         logits: ``[out, in]``.
         samples: number of masks S.
         bias: ``[out]``.
-        bias_logits: ``[out]``, masks over the bias; without them the bias is added as it is.
+        bias_logits: ``[out]``, for masks over the bias; without them the bias is added unmasked.
         seed: of the noise, an int or an int64 0-d tensor; ``None`` draws one from torch's generator.
-        tau: temperature of the relaxed sample, whose gradient the logits get.
+        tau: temperature of the relaxed sample, which gives the logits their gradient.
 
     Returns:
         ``[B, ..., out]``.
@@ -79,7 +79,7 @@ def _masked_linear(
                 low = backend.rounded_by_kernel(x, weight, logits, *biases, alike=False)
             if low is None:
                 x, weight, logits, bias, bias_logits = backend.lowered(x, weight, logits, bias, bias_logits)
-            elif bias is not None and bias_logits is not None:  # masked by `sample_mask`, which knows nothing of it
+            elif bias is not None and bias_logits is not None:  # `sample_mask`, which masks it, does not take `low`
                 bias, bias_logits = backend.lowered(bias, bias_logits)
         return _run(x, weight, logits, bias, bias_logits, key, samples, tau, first, triton, low)
     except Exception:
@@ -151,14 +151,14 @@ def fake_backward(
 
 
 def _side_by_side(weight: int) -> Callable[[Any], _autograd.Rule]:
-    """The vmap rule of a kernel that serves many layers in one call: each of its five tensors, of which number
-    ``weight`` is the weight and the last the seed, gets one more dimension in front; not so a seed that all share."""
+    """The vmap rule of a kernel that serves many layers in one call: each of its five tensors (number ``weight`` is the
+    weight, the last the seed) gets one more leading dimension, except a seed that all share."""
 
     def of(overload: Any) -> _autograd.Rule:
         loop = _autograd.by_elements(overload)
 
         def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-            if arguments[weight].dim() - _autograd.batched(in_dims[weight]) != 2:  # layers side by side already
+            if arguments[weight].dim() - _autograd.batched(in_dims[weight]) != 2:  # there are many layers already
                 return loop(info, in_dims, *arguments)
             given = zip(arguments[:4], in_dims, strict=False)
             fronts = [None if tensor is None else _autograd.in_front(info, tensor, dim) for tensor, dim in given]
@@ -171,8 +171,8 @@ def _side_by_side(weight: int) -> Callable[[Any], _autograd.Rule]:
     return of
 
 
-#: x [B, ..., in], part s of the batch through sample first + s of the masked weight [out, in], plus row s of biases
-#: [S, out]. Of weights [layers, out, in] the same for each, of tensors with one more dimension in front.
+#: x [B, ..., in]: part s of the batch times sample first + s of the masked weight [out, in], plus row s of biases
+#: [S, out]. With weights [layers, out, in] the same for each layer, on tensors with one more leading dimension.
 FORWARD = _autograd.define(
     "masked_linear_forward(Tensor x, Tensor weight, Tensor logits, Tensor? biases, Tensor seed, int samples, "
     "int first=0, ScalarType? low=None) -> Tensor",
@@ -189,24 +189,24 @@ BACKWARD = _autograd.define(
 
 #: Instruction set of the CPU kernels -> (rows for large weights, rows * weights to add for small ones).
 #:
-#: With more rows a sample the masks cost little beside the products, at which torch's libraries are better. Both ways
-#: cost a + b * rows for every weight and sample, and torch's a fixed time on top, of its calls: two lines, which cross
-#: once, later for small weights. Measured with AVX-512 on a Zen 4, without on a Xeon and before the gradient of x had a
-#: pass of its own; forward + backward with gradients of x and logits, 4 samples, fp32, CPU time of one thread (others
-#: used the machine), both ways in turns, up to 1024 rows of 64 x 64, 256 -> 1024, 400 x 400, 1024 -> 256 and
+#: With more rows per sample the masks cost little beside the products, at which torch's libraries are better. Either
+#: way costs a + b * rows for every weight and sample, and torch's a fixed time on top for its calls: two lines that
+#: cross once, later for small weights. Measured with AVX-512 on a Zen 4, without on a Xeon and before the gradient of x
+#: had a pass of its own; forward + backward with gradients of x and logits, 4 samples, fp32, CPU time of one thread
+#: (others used the machine), both ways in turns, up to 1024 rows of 64 x 64, 256 -> 1024, 400 x 400, 1024 -> 256 and
 #: 2000 x 2000: the way taken was at most 10 % slower than the other.
 ROW_LIMITS = {"avx512": (250, 60_000_000), "avx2": (150, 2_000_000), "baseline": (48, 200_000)}
 
 
 def row_limit(weight: Tensor, triton: bool) -> int | None:
-    """Up to so many rows a sample the kernels multiply, which draw masks where they need them; None: any number."""
+    """The kernels, which draw masks as they multiply, serve up to so many rows per sample; None: any number."""
     if triton or weight.device.type != "cpu" or _extension.MODULE is None:
         return None
     rows, small = ROW_LIMITS[_extension.MODULE.cpu_isa()]
     return rows + small // max(weight.numel(), 1)
 
 
-#: Rows a sample that are below every limit: the usual case, in a fraction of the time that the exact one takes.
+#: So many rows per sample are below every limit: tells the usual case in a fraction of the time of the exact check.
 FEW_ROWS = min(rows for rows, _ in ROW_LIMITS.values())
 
 
@@ -219,7 +219,7 @@ def _at_once(x: Tensor, weight: Tensor, samples: int, triton: bool) -> bool:
 
 
 class Linear:
-    """The geometry of :mod:`fastmod.ops._masked`: rows times a matrix."""
+    """The geometry, see :mod:`fastmod.ops._masked`, of rows times a matrix."""
 
     always_masked = False
 
@@ -234,8 +234,8 @@ class Linear:
     def parts(self, batch: Tensor, samples: int) -> Sequence[Tensor]:
         return batch.reshape(samples, batch.shape[:-1].numel() // samples, batch.shape[-1]).unbind()
 
-    def room(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
-        if transformed():  # and so without results in given places
+    def buffers(self, x: Tensor, samples: int, features: int) -> Sequence[Tensor | None]:
+        if transformed():  # so results cannot be written to given buffers
             return [None] * samples
         return x.new_empty(samples, x.shape[:-1].numel() // samples, features).unbind()
 

@@ -23,7 +23,7 @@ from fastmod.ops.range_penalty import reference as range_penalty_reference
 LEAKY_SLOPE = 0.01
 #: The kernels keep activations of the batch in tiles of this many columns.
 BATCH_TILE = 64
-#: `threshold` of an op call that wants no penalty.
+#: The `threshold` of a call of the kernels that wants no penalty.
 NO_PENALTY = -1.0
 
 
@@ -56,7 +56,7 @@ def mfnnr(
         x: ``[..., M, D]``.
         route: M*D features -> M*N routing logits ``[M, N]``.
         update: (N+M)*D features ``[routed ; x]`` (N*D without context) -> N*D new values, then N gate logits.
-        context: whether ``update`` reads ``x`` beside the routed blocks.
+        context: whether ``update`` reads ``x`` besides the routed blocks.
         mode, tau, seed: as in :func:`fastmod.ops.multiplex`.
         threshold: of the range penalty over the routing and gate logits; ``None`` for no penalty (a zero).
     """
@@ -180,10 +180,10 @@ def saved_rows(x: Tensor, route: Sequence[Tensor], update: Sequence[Tensor]) -> 
     return sum(bias.shape[-1] for bias in [*route[1::2], *update[1::2]]) + route[-1].shape[-1] // m * d
 
 
-# `low` of a kernel: the autocast dtype. It rounds parameters and x, which are of it or of fp32, to that dtype as it
-# reads them, gives its results in it, and gradients in the dtypes of their tensors, those of fp32 without a rounding.
+# `low` of a kernel is the autocast dtype. Parameters and x, which have it or fp32, are rounded to it as they are read;
+# results have it, gradients the dtypes of their tensors (in fp32 without rounding).
 #
-# Kernels and their fakes take the parameters of many nets at once too: with a dimension of copies in front, which x,
+# Kernels and their fakes also take the parameters of many nets at once, with a leading dimension of copies, which x,
 # temperatures, seeds and all results then have as well.
 
 
@@ -245,15 +245,15 @@ def fake_backward(
 
 
 def penalties(logits: Tensor, gates: Tensor, threshold: float) -> Tensor:
-    """The penalty of every element of a leading dimension, [V]."""
+    """The penalty of each element of the leading dimension, [V]."""
     if threshold == NO_PENALTY:
         return torch.zeros(logits.shape[0], dtype=_checks.compute_dtype(logits), device=logits.device)
     return each_penalty([logits, gates], threshold)
 
 
 def _forward_rule(overload: Any) -> _autograd.Rule:
-    """Elements of x as a larger batch in one call, unless they differ in parameters or draw noise. Nothing is kept
-    then: the backward, which must tell their gradients apart, starts anew in plain PyTorch."""
+    """The elements of x as a larger batch in one call, unless they differ in parameters or draw noise. Nothing is saved
+    then: for the backward, which must keep their gradients apart, everything is recomputed in plain PyTorch."""
     over_copies = _autograd.over_copies(overload, 1)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -261,7 +261,7 @@ def _forward_rule(overload: Any) -> _autograd.Rule:
         copies = route[0].dim() > 2 or any(_autograd.batched(dim) for dim in in_dims[1:4])
         if mode == MODES["gumbel"] or copies or any(low):
             return over_copies(info, in_dims, *arguments)
-        wide = _checks.compute_dtype(x)  # the penalty is that of logits before they are rounded
+        wide = _checks.compute_dtype(x)  # the penalty is computed from logits before rounding
         fronts = [
             _autograd.in_front(info, x, in_dims[0]).to(wide),
             *[[p.to(wide) for p in fnn] for fnn in (route, update)],
@@ -313,15 +313,15 @@ class Mfnnr(_autograd.Op):
         if grads[0] is None and grads[1] is None:
             return (None,) * len(needs)
         saved = ctx.saved_tensors
-        wants = needs[1], saved[2] is not None, True in needs[4:]  # x, tau, parameters, all or none
+        wants = needs[1], saved[2] is not None, True in needs[4:]  # x, tau, any parameter
         numbers = ctx.numbers, wants
         found = _autograd.gradients(_by_kernel, _by_reference, numbers, grads[0], grads[1], *saved)
         return None, *placed(found, wants, 1), None, *(found[wants[0] + wants[1] :] or (None,) * (len(needs) - 4))
 
 
 class _MfnnrAtOnce(torch.autograd.Function):
-    """:class:`Mfnnr` with two results; the others are put into a list, ``numbers[-1]``, past autograd, which would wrap
-    each. torch.func wants pure functions."""
+    """:class:`Mfnnr` with two results. The others go into a list, ``numbers[-1]``, around autograd, which would wrap
+    each of them; not under torch.func, which needs pure functions."""
 
     @staticmethod
     def forward(ctx: Any, numbers: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -339,7 +339,7 @@ _at_once = without_binding(_MfnnrAtOnce)
 
 
 def placed(found: tuple[Tensor, ...], wants: tuple[bool, bool, bool], taus: int) -> tuple[Tensor | None, ...]:
-    """Gradients of x and of the temperatures, with None for those that were not wanted."""
+    """Gradients of x and the temperatures, None for those not needed."""
     first = found[:1] if wants[0] else (None,)
     return (*first, *found[wants[0] : wants[0] + taus]) if wants[1] else (*first, *(None,) * taus)
 
@@ -354,9 +354,9 @@ def _by_kernel(
     seed: Tensor | None,
     *params: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, tau and all parameters, of what is wanted."""
+    """Gradients of x, tau and all parameters, as far as they are needed."""
     (triton, cut, tau_value, mode, context, threshold, low), (need_x, need_tau, need_params) = numbers
-    if kept.numel() == 0:  # a batch of elements under vmap, or none
+    if kept.numel() == 0:  # nothing was saved: a batch of elements under vmap
         return _by_reference(numbers, grad_out, grad_penalty, kept, x, tau, seed, *params)
     found = BACKWARD[triton](
         grad_out, grad_penalty, x, params[:cut], params[cut:], tau, tau_value, seed, mode, context, threshold,
@@ -389,7 +389,7 @@ def _by_reference(
 def with_gradient(
     out: Any, penalty: Any, grad_out: Tensor | None, grad_penalty: Tensor | None
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """Those of two results that have a gradient, and the gradients."""
+    """The results, of two, that have a gradient, and the gradients."""
     pairs = [(a, g) for a, g in ((out, grad_out), (penalty, grad_penalty)) if g is not None]
     return tuple(a for a, _ in pairs), tuple(g for _, g in pairs)
 

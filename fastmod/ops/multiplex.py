@@ -13,7 +13,7 @@ from fastmod._private import transformed
 from fastmod.ops import _autograd, _checks
 from fastmod.ops._samples import Sample
 
-#: Routing modes and the integers by which the kernels know them.
+#: Routing modes and their numbers in the kernels.
 MODES = {"softmax": 0, "gumbel": 1, "argmax": 2}
 
 
@@ -79,7 +79,7 @@ def mode_code(mode: str) -> int:
 
 
 def seed_for(mode: str, seed: int | Tensor | None, like: Tensor) -> Tensor | None:
-    """The seed of a routing with noise; of any other a given seed is checked all the same."""
+    """The seed of a routing with noise; without noise, a given seed is checked all the same."""
     if mode == "gumbel":
         return noise.seed_tensor(seed, like.device)
     if seed is not None:
@@ -148,14 +148,14 @@ def fake_backward(
 
 
 def copies_of(tau: Tensor | None, seed: Tensor | None) -> torch.Size:
-    """``[copies]`` of a call for many at once: temperature and seed, as far as there are any, have one for each, and
-    all other tensors the copies in front. Else nothing."""
+    """``[copies]`` for a call with many copies: temperature and seed, where given, then have one entry per copy, all
+    other tensors the copies as leading dimension. Otherwise empty."""
     return next((t.shape for t in (seed, tau) if t is not None), torch.Size())
 
 
 def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
-    """Elements side by side in one call: as more of the batch or, where noise counts them or, in the backward, a
-    temperature sums over them, as copies, which the kernels tell apart."""
+    """All elements in one call: as a larger batch, or as copies, which the kernels keep apart, where noise depends on
+    the position or, in the backward, the gradient of a temperature sums over the batch."""
     fold, loop = _autograd.folded(overload, tensors), _autograd.by_elements(overload)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -170,7 +170,7 @@ def _rule(overload: Any, tensors: int, *, keep_tau: bool) -> _autograd.Rule:
         if apart:
             return loop(info, in_dims, *arguments)
         found, dims = fold(info, in_dims, *arguments)
-        return (found, (0, 0, None)) if keep_tau else (found, dims)  # the third is the gradient of no temperature
+        return (found, (0, 0, None)) if keep_tau else (found, dims)  # the third would be the gradient of a temperature
 
     return rule
 

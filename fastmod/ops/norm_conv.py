@@ -24,7 +24,7 @@ class NormConvOutput(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is told besides its tensors."""
+    """The arguments of a kernel besides the tensors."""
 
     relu: bool
     stride: int
@@ -46,18 +46,18 @@ def norm_conv(
 ) -> NormConvOutput:
     """``y = conv(z) + bias`` of ``z = relu(scale * x + shift) * channel_gate``, with the mean and variance of ``y``.
 
-    Batch norm without a pass over memory: what would normalise ``x`` is applied while it is read, and what the next
-    batch norm has to know of ``y`` is summed up while it is written. :func:`fastmod.ops.batch_affine` lies between.
+    Batch norm without a pass over memory: ``x`` is normalised while it is read, and the statistics of ``y`` for the
+    next batch norm are summed while it is written. :func:`fastmod.ops.batch_affine` comes between the two.
 
     Args:
-        x: ``[B, E, Cin, H, W]``, or ``[B, Cin, H, W]``, read by all E experts.
+        x: ``[B, E, Cin, H, W]``, or ``[B, Cin, H, W]`` if all E experts read the same.
         weight: ``[E, Cout, Cin, k, k]``, ``depthwise`` ``[E, C, 1, k, k]``; k 1 or 3. z is padded by k // 2 zeros.
-        scale, shift: ``[E, Cin]``, or ``[Cin]`` where x is shared; both or none.
+        scale, shift: ``[E, Cin]``, or ``[Cin]`` for shared x; both or none.
         relu: whether negative values of ``scale * x + shift`` become 0.
         channel_gate: ``[B, E, Cin]``, as a squeeze-excite gives it.
         bias: ``[E, Cout]``.
         stride: 1 or 2.
-        stats: whether mean and var are wanted. They are fp64 for fp64, else fp32.
+        stats: whether to compute mean and var, in fp64 for fp64, else in fp32.
 
     Returns:
         ``(y, mean, var)``: ``[B, E, Cout, H', W']`` (channels innermost in memory), ``[E, Cout]`` twice. All three are
@@ -166,14 +166,14 @@ def reference(
     if not stats:
         return y, y.new_empty(0, dtype=wide), y.new_empty(0, dtype=wide)
     if y.shape[0] == 0:
-        none = y.to(wide).sum((0, 3, 4))  # zeros that know where they come from, as var_mean's NaN would
+        none = y.to(wide).sum((0, 3, 4))  # zeros that stay connected to y in the graph; var_mean would give NaN
         return y, none, none.clone()
     var, mean = torch.var_mean(y.to(wide), (0, 3, 4), correction=0)
     return y, mean, var
 
 
 def out_shape(x: Tensor, weight: Tensor, stride: int) -> tuple[int, ...]:
-    """Of y: rounded up, as the padding of k // 2 makes it."""
+    """The size of y: rounded up, because of the padding by k // 2."""
     high, wide = ((size + stride - 1) // stride for size in x.shape[-2:])
     return x.shape[0], weight.shape[0], weight.shape[1], high, wide
 
@@ -255,7 +255,7 @@ class NormConv(_autograd.Op):
         ctx.set_materialize_grads(False)
         if not ctx.stats:
             ctx.mark_non_differentiable(*output[1:])
-        # Only what follows batch norm's gradient reads y; the layer after this one keeps it anyway, as its x.
+        # Only the gradient of the statistics reads y; the next layer saves it anyway, as its x.
         kept = output[:2] if ctx.stats else (None, None)
         ctx.save_for_backward(*inputs[3:], *kept)
 

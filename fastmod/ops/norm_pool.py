@@ -1,4 +1,4 @@
-"""What squeeze-excite reads: ``norm_pool``."""
+"""The input of a squeeze-excite: ``norm_pool``."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def norm_sum(
     relu: bool = True,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """``relu(scale * x + shift + residual)``; with ``gate`` the sum of that over the experts, each times its gate.
+    """``relu(scale * x + shift + residual)``; with ``gate`` its sum over the experts, weighted by the gate.
 
     Args:
         x: ``[B, E, C, H, W]``.

@@ -1,4 +1,4 @@
-"""Loss that keeps softmax and gate logits in range: ``range_penalty``."""
+"""Loss that keeps logits of softmax and gates in range: ``range_penalty``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fake_backward(grad: Tensor, logits: Sequence[Tensor], threshold: float) -> l
 
 
 def each(logits: Sequence[Tensor], threshold: float) -> Tensor:
-    """The penalty of every element of a leading dimension, [V], in plain PyTorch."""
+    """The penalty of each element of the leading dimension, [V], in plain PyTorch."""
     wide = _checks.compute_dtype(logits[0])
     total = torch.zeros(logits[0].shape[0], dtype=wide, device=logits[0].device)
     for value in logits:

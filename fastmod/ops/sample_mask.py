@@ -12,7 +12,7 @@ from fastmod._compiler import in_graph
 from fastmod.ops import _autograd, _checks
 from fastmod.ops._samples import Sample
 
-#: How many values ``word >> 9`` of the noise can take.
+#: The number of values that ``word >> 9`` of the noise can take.
 WORDS = 2**23
 _LN2_LOW = float.fromhex("-0x1.bd01p-13")
 
@@ -82,9 +82,9 @@ def _check(logits: Tensor, weight: Tensor | None) -> None:
 
 
 def words_off(logits: Tensor) -> Tensor:
-    """How many of the 2**23 values of the noise switch each weight off, int64: see ``csrc/constants.h``.
+    """For each weight, how many of the 2**23 values of the noise switch it off, int64: see ``csrc/constants.h``.
 
-    One formula in fp32, in this order, on every backend: no two backends disagree on a mask.
+    Every backend computes it in fp32 in this order, so that all agree on every mask.
     """
     logit = logits.detach().float()
     d = logit.abs().clamp(max=32.0)

@@ -49,7 +49,7 @@ def smfr(
 
     Args:
         x: ``[..., M, D]``.
-        layers: per layer ``(route, update)`` as in :func:`fastmod.ops.mfnnr`, all FNNs of one number of layers.
+        layers: per layer ``(route, update)`` as in :func:`fastmod.ops.mfnnr`, all FNNs with the same number of layers.
         context, mode, threshold: as in :func:`fastmod.ops.mfnnr`.
         taus: per layer a 0-d temperature that may require grad; ``None`` for 1.
         seeds: per layer the seed of the Gumbel noise; ``None`` draws them from torch's generator.
@@ -65,7 +65,7 @@ def smfr(
         fnn_tensors = len(layers[0][0])
         tau_tensors = [] if taus is None else list(taus)
         if taus is not None and (isinstance(taus, Tensor) or len(tau_tensors) != len(layers)):
-            raise ValueError("taus")  # the check below finds the words
+            raise ValueError("taus")  # the check below words the error
         seed_tensors = _seed_tensors(mode, seeds, len(layers), x.device)
         if chosen == "reference":
             with backend.reference_autocast(x, *params) as (x, *params):
@@ -121,7 +121,7 @@ def _check(
 
 
 def _seed_tensors(mode: str, seeds: Sequence[int | Tensor] | None, layers: int, device: torch.device) -> list[Tensor]:
-    """One seed per layer of a stack that has noise; of any other, given seeds are checked all the same."""
+    """One seed per layer of a stack with noise; without noise, given seeds are checked all the same."""
     if seeds is None and mode != "gumbel":
         return []
     if seeds is None and device.type != "cpu":  # in one launch
@@ -219,7 +219,7 @@ def fake_backward(
 
 
 def _forward_rule(overload: Any) -> _autograd.Rule:
-    """As that of ``mfnnr``."""
+    """The vmap rule, as that of ``mfnnr``."""
     over_copies = _autograd.over_copies(overload, 1)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -256,8 +256,8 @@ BACKWARD = _autograd.define(
 
 
 class Smfr(_autograd.Op):
-    """``numbers``: triton, where parameters and seeds begin in ``tensors``, which are temperatures, parameters and
-    seeds, fnn_tensors, mode, context, threshold, low."""
+    """``tensors``: temperatures, parameters, seeds. ``numbers``: triton, where parameters and seeds begin among these,
+    fnn_tensors, mode, context, threshold, low."""
 
     @staticmethod
     def forward(numbers: tuple[Any, ...], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -278,7 +278,7 @@ class Smfr(_autograd.Op):
         if grads[0] is None and grads[1] is None:
             return (None,) * len(needs)
         _, first, last, *_ = ctx.numbers
-        wants = needs[1], first > 0, True in needs[2 + first : 2 + last]  # x, temperatures, parameters, all or none
+        wants = needs[1], first > 0, True in needs[2 + first : 2 + last]  # x, temperatures, any parameter
         numbers = ctx.numbers, wants, len(needs) - 2
         found = _autograd.gradients(_by_kernel, _by_reference, numbers, grads[0], grads[1], *ctx.saved_tensors)
         result = (None, *found) if wants[0] else (None, None, *found)
@@ -312,10 +312,10 @@ _at_once = without_binding(_SmfrAtOnce)
 def _by_kernel(
     numbers: tuple[Any, ...], grad_out: Tensor | None, grad_penalty: Tensor | None, x: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, temperatures and parameters, of what is wanted. What the forward kept comes after the ``count``
-    tensors."""
+    """Gradients of x, temperatures and parameters, as far as they are needed. What the forward saved comes after the
+    ``count`` tensors."""
     (triton, first, last, fnn_tensors, mode, context, threshold, low), (need_x, _, need_params), count = numbers
-    if len(tensors) == count:  # nothing was kept: a batch of elements under vmap
+    if len(tensors) == count:  # nothing was saved: a batch of elements under vmap
         return _by_reference(numbers, grad_out, grad_penalty, x, *tensors)
     found = BACKWARD[triton](
         grad_out, grad_penalty, x, tensors[first:last], fnn_tensors, tensors[:first], tensors[last:count],

@@ -11,15 +11,15 @@ from fastmod import backend
 from fastmod.ops import _autograd, _checks, _images
 from fastmod.ops._samples import Sample, Shape
 
-#: Index = the kernels' number.
+#: The index is the number in the kernels.
 MIXINGS = ("softmax", "tanh", "none")
 
 
 def template_mix(logits: Tensor, bank: Tensor, mixing: str = "softmax") -> Tensor:
-    """``mixing(logits) @ bank``: one pass over the bank for all rows of logits, backward one pass over the gradient.
+    """``mixing(logits) @ bank``: forward one pass over the bank for all rows of logits, backward one over the gradient.
 
     Args:
-        logits: ``[..., K]``: of tasks, layers.
+        logits: ``[..., K]``, for example of tasks and layers.
         bank: ``[K, P]``: K templates of P parameters each.
         mixing: ``"softmax"`` over K, ``"tanh"`` of each logit, or ``"none"``: the logits are the weights.
 
