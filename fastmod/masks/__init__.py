@@ -1,6 +1,6 @@
 """Weight masks: which weights of a trained net serve a function?
 
->>> masked = MaskedModel(net)                         # net's code and weights stay as they are
+>>> masked = MaskedModel(net)                         # code and weights of the net are not changed
 >>> optimizer = fastmod.optim.Adam(masked.parameters(), 1e-2)
 >>> loss = F.cross_entropy(masked(x), y) + beta * masked.penalty() / len(x)
 >>> ...

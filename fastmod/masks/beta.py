@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class BetaTrial(NamedTuple):
-    """One strength that was tried, and the score of the mask it gave."""
+    """A strength that was tried, and the score of the resulting mask."""
 
     beta: float
     score: float
@@ -21,20 +21,20 @@ def pick_beta(
     betas: Sequence[float] | None = None,
     keep: float = 0.95,
 ) -> tuple[float, list[BetaTrial]]:
-    """The strongest regulariser that leaves the whole task intact.
+    """Find the strongest regulariser that leaves the whole task intact.
 
-    A mask for the *full* task needs all that the net does; a regulariser that makes even that mask lose is too
-    strong to tell anything about a part. Strengths are raised until the score falls below ``keep * original``; the
-    last one before is the answer.
+    A mask for the *full* task needs everything that the net does; a regulariser under which even that mask loses is too
+    strong to tell anything about a part. Strengths are raised until the score falls below ``keep * original``; the last
+    one before that is the result.
 
     Args:
         train: trains a mask on the full task with the beta it is given, returns the masked score.
         original: score of the net without masks.
-        betas: strengths to try, rising; default: 1e-5 to 1, about three a decade.
+        betas: rising strengths to try; default: 1e-5 to 1, about three per decade.
         keep: share of the original score that must stay.
 
     Returns:
-        The beta, and all that was tried, in order.
+        The beta, and all trials in order.
     """
     strengths = [1e-5 * 10 ** (i / 3) for i in range(16)] if betas is None else list(betas)
     if not strengths or any(b <= a for a, b in pairwise(strengths)) or strengths[0] <= 0:

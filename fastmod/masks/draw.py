@@ -8,24 +8,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmod.masks.together import Hiding
+from fastmod.masks.together import HiddenDimension
 from fastmod.ops.sample_mask import _sample
 
 
 class Noise(NamedTuple):
-    """Where the masks of a parameter come from."""
+    """The source of the masks of a parameter."""
 
-    seed: int  # which seed of the forward
+    seed: int  # index among the seeds of the forward
     stream: int
-    transposed: bool = False  # the parameter lies as [in, out]
+    transposed: bool = False  # the parameter is stored as [in, out]
 
 
 class Draw:
-    """One parameter in one forward: the noise of its masks, and the samples that this run of the net meets.
+    """One parameter in one forward: the noise of its masks, and which samples this run of the net uses.
 
-    ``first`` is the sample of a run of one part; None when all parts run together under ``vmap``, whose hidden
-    dimension ``hiding`` then makes. ``weight`` is given, and ``logits`` kept, as the fused ops want them, a linear
-    layer's as [out, in].
+    ``first`` is the sample in a run of one part; None if all parts run together under ``vmap``, in which case
+    ``hidden`` makes the hidden dimension. ``weight`` and ``logits`` have the form that the fused ops take, [out, in]
+    for a linear layer.
     """
 
     def __init__(
@@ -37,27 +37,27 @@ class Draw:
         tau: float,
         samples: int,
         first: int | None,
-        hiding: Hiding | None,
+        hidden: HiddenDimension | None,
     ) -> None:
-        # Logits are fp32 so that small steps move them; kernels take them in the weight's dtype.
+        # Logits are fp32, so that small steps change them; kernels take them in the dtype of the weight.
         logits = logits if logits.dtype == weight.dtype else logits.to(weight.dtype)
         if noise.transposed:
             logits = logits.t().contiguous()
-        seed = seed if seed.device == weight.device else seed.to(weight.device)  # a net on several devices
+        seed = seed if seed.device == weight.device else seed.to(weight.device)  # the net is on several devices
         self.weight, self.logits, self.seed, self.tau = weight, logits, seed, tau
         self.stream, self.transposed = noise.stream, noise.transposed
-        self.samples, self.first, self._hiding = samples, first, hiding
+        self.samples, self.first, self._hidden = samples, first, hidden
         self.used = False
         self._dense: Tensor | None = None
 
     def sample(self, first: int, count: int) -> Tensor:
-        """``[count, ...]``: the parameter under some of its masks; differentiable."""
+        """``[count, ...]``: the parameter under ``count`` of its masks; differentiable."""
         drawn = _sample(self.logits, self.weight, first, count, self.seed, self.stream, self.tau)
         return drawn.transpose(1, 2) if self.transposed else drawn
 
     def dense(self) -> Tensor:
-        """The parameter as an ordinary tensor, drawn once: what any code may compute with."""
-        wanted = self.logits.requires_grad and torch.is_grad_enabled()  # a checkpoint runs without gradients at first
+        """The masked parameter as an ordinary tensor, for any code; drawn once."""
+        wanted = self.logits.requires_grad and torch.is_grad_enabled()  # a checkpoint first runs without gradients
         if self._dense is None or (wanted and not self._dense.requires_grad):
             if self.first is None:
                 self._dense = self.hide(lambda: self.sample(0, self.samples))
@@ -66,22 +66,22 @@ class Draw:
         return self._dense
 
     def hide(self, make: Callable[[], Tensor]) -> Tensor:
-        """``[S, ...]`` as one of the tensors of a run of all parts; ``make`` runs outside of vmap."""
-        assert self._hiding is not None
-        return self._hiding(make)
+        """``[S, ...]`` as a tensor within a run of all parts; ``make`` runs outside vmap."""
+        assert self._hidden is not None
+        return self._hidden(make)
 
-    def shown(self, value: Tensor) -> Tensor | None:
-        """``[S, ...]`` of a tensor of a run of all parts; None if the net has a vmap of its own around it."""
-        assert self._hiding is not None
-        return self._hiding.shown(value)
+    def unhidden(self, value: Tensor) -> Tensor | None:
+        """``[S, ...]`` of a tensor within a run of all parts; None inside a vmap of the net's own."""
+        assert self._hidden is not None
+        return self._hidden.unhidden(value)
 
     def is_hidden(self, value: Tensor) -> bool:
-        return self._hiding is not None and self._hiding.is_hidden(value)
+        return self._hidden is not None and self._hidden.is_hidden(value)
 
     def again(self) -> bool:
-        """Whether to compute with ``dense``: from the second use on, as in a decoder that goes step by step.
+        """Whether to compute with ``dense``: from the second use on, as in a decoder that runs step by step.
 
-        Not inside of a checkpoint, which expects the same operations when it runs for the second time.
+        Not inside a checkpoint, which expects the same operations when it runs a second time.
         """
         if self.used and not saved_tensors_are_hooked():
             return True
@@ -90,7 +90,7 @@ class Draw:
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether a checkpoint, or anybody else, takes what autograd saves."""
+    """Whether a checkpoint, or another hook, handles the tensors that autograd saves."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("fastmod asks whether there are any"):
             return False

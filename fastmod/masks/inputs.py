@@ -1,4 +1,4 @@
-"""Where the batch lies in the arguments of a net, and its parts."""
+"""Finds the batch in the arguments of a net, and cuts it into parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastmod.masks import parts
 
 @dataclass(frozen=True)
 class Places:
-    """``batch_dim``, and exceptions from it by name or position of an argument."""
+    """``batch_dim``, and exceptions by name or position of an argument."""
 
     batch_dim: int
     exceptions: dict[str | int, int | None]
@@ -27,9 +27,9 @@ class Places:
                 )
 
     def of(self, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | None, bool]]:
-        """Per leaf of the arguments: the dimension of the batch, and whether it was named."""
+        """Per leaf of the arguments: the batch dimension, and whether the caller named it."""
         names: list[str | None] = [None] * len(args)
-        if self.exceptions or self.batch_dim:  # else names do not matter
+        if self.exceptions or self.batch_dim:  # otherwise names do not matter
             names = _positional_names(net, len(args))
         result: list[tuple[int | None, bool]] = []
         both: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
@@ -41,7 +41,7 @@ class Places:
         return result
 
     def _usual(self, net: nn.Module, name: str | None, value: Any) -> tuple[int | None, bool]:
-        """torch's own attention has its masks batch first, also where sequences are not."""
+        """Torch's own attention takes masks batch first, even where sequences are not."""
         if name is not None and name.endswith("key_padding_mask"):
             return 0, True
         if isinstance(net, nn.MultiheadAttention) and name == "attn_mask":
@@ -50,7 +50,7 @@ class Places:
 
 
 def check_batch_dim(net: nn.Module, batch_dim: int) -> None:
-    """torch's own layers tell where they expect the batch."""
+    """Torch's own layers say where they expect the batch."""
     if isinstance(net, (nn.RNNBase, nn.MultiheadAttention)) and batch_dim != (0 if net.batch_first else 1):
         raise ValueError(
             f"batch_dim: expected {1 - batch_dim}, where {type(net).__name__} with batch_first={net.batch_first} has "
@@ -59,7 +59,7 @@ def check_batch_dim(net: nn.Module, batch_dim: int) -> None:
 
 
 def check_sequences(net: nn.Module, leaves: list[Any]) -> None:
-    """A single sequence has no batch that could be cut, but a dimension in its place."""
+    """A single sequence has no batch to cut, but another dimension in its place."""
     if isinstance(net, (nn.RNNBase, nn.MultiheadAttention)):
         first = leaves[0] if leaves else None
         if isinstance(first, Tensor) and first.dim() != 3:
@@ -89,17 +89,17 @@ class Batch:
         dims = [dim for dim, _ in found]
         self.size = parts.batch_size(self.leaves, dims, places.batch_dim)
         self.sizes = parts.part_sizes(self.size, samples)
-        #: Per leaf the dimension of the batch; None for what belongs to all parts.
+        #: Per leaf the batch dimension; None for leaves that all parts share.
         self.dims = [
             (dim or 0) if parts.has_batch(leaf, dim, self.size, named=named) else None
             for leaf, (dim, named) in zip(self.leaves, found, strict=True)
         ]
         packed = any(isinstance(leaf, PackedSequence) for leaf in self.leaves)
-        #: Whether all parts are of one size, so that they can run together.
+        #: Whether all parts have the same size, so that they can run together.
         self.even = len(self.sizes) == samples and self.size % samples == 0 and not packed
 
     def with_leaves(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors in their places."""
+        """The arguments with their tensors replaced."""
         rest = iter(leaves)
         args, kwargs = parts.rebuilt((self.args, self.kwargs), lambda _: next(rest))
         return args, kwargs

@@ -24,34 +24,34 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 class MaskedModel(nn.Module):
-    """A module under learned weight masks; its code and its weights stay as they are.
+    """A module under learned weight masks; its code and weights are not changed.
 
-    In training every forward samples ``samples`` masks anew, and part s of the batch meets mask s; in evaluation a
-    weight is kept where its logit is above 0. ``parameters()`` are the logits alone, and so is ``state_dict()``.
+    In training every forward samples ``samples`` new masks, and part s of the batch is computed under mask s; in
+    evaluation a weight is kept where its logit is above 0. ``parameters()`` and ``state_dict()`` hold the logits only.
 
-    The net runs as it is written, over masked weights: whatever changes on it later (``eval()``, attributes, hooks) is
-    followed. All parts run together where ``torch.func.vmap`` can follow the net, with fused ops for Linear, Conv1d,
-    Conv2d, GPT-2's Conv1D and Embedding; else one after the other, which is said once. Other methods of the net, such
-    as ``generate``, can be called on the MaskedModel: they run under the thresholded masks.
+    The net runs as it is written, over masked weights: later changes of it (``eval()``, attributes, hooks) take effect.
+    All parts run together where ``torch.func.vmap`` can follow the net, with fused ops for Linear, Conv1d, Conv2d,
+    GPT-2's Conv1D and Embedding; otherwise one after the other, of which a warning tells once. Other methods of the
+    net, such as ``generate``, can be called on the MaskedModel: they run under the thresholded masks.
 
     Outputs are joined along the batch; numbers and tensors without one, such as a mean loss, are averaged over the
-    examples; objects that hold tensors, such as a cache of keys and values, are left out (None). A batch that is no
-    multiple of ``samples`` is cut into parts that differ by one example.
+    examples; objects that hold tensors, such as a cache of keys and values, are left out (None). A batch that is not
+    a multiple of ``samples`` is cut into parts whose sizes differ by one.
 
     Args:
-        model: what to mask. ``train()`` and ``eval()`` are passed on to it; batch norm keeps its statistics. What
-            ``torch.compile`` returned is unwrapped: compile the MaskedModel instead.
+        model: the module to mask. ``train()`` and ``eval()`` are passed on to it; batch norm keeps its statistics. A
+            module returned by ``torch.compile`` is unwrapped: compile the MaskedModel instead.
         samples: masks per batch, S.
-        init: first value of every logit; 2 keeps a weight with probability 0.88. Logits are at least fp32.
-        tau: temperature of the relaxed masks, whose gradient the logits get.
+        init: initial value of every logit; 2 keeps a weight with probability 0.88. Logits are at least fp32.
+        tau: temperature of the relaxed masks, which give the logits their gradient.
         mask_bias: whether biases have masks as well.
-        exclude: types of modules, or modules, without masks, all that is inside them included.
-        train_weights: let gradients through to the model's own weights; else they are frozen and cost nothing.
+        exclude: modules, or types of modules, that get no masks, including everything inside them.
+        train_weights: also give gradients to the weights of the model; otherwise they are frozen and cost nothing.
         batch_dim: dimension of the batch in the input. Tensors of another size there, such as ``position_ids [1, T]``,
-            belong to all parts.
+            are shared by all parts.
         in_dims: exceptions from ``batch_dim`` by the name or position of an argument: a dimension, or None for an
             argument without a batch.
-        unused: ``"error"`` or ``"warn"`` when masks have no part in the first training forward.
+        unused: ``"error"`` or ``"warn"`` if masks have no effect in the first training forward.
     """
 
     def __init__(
@@ -123,8 +123,7 @@ class MaskedModel(nn.Module):
 
     @contextlib.contextmanager
     def using(self, masks: Masks) -> Iterator[MaskedModel]:
-        """Within the block, and in this thread, these masks are in force; parameters that they do not name are not
-        masked."""
+        """Use these masks within the block, in this thread; parameters that they do not name are not masked."""
         check_masks(masks, self.model)
         me = threading.get_ident()
         before, self._using[me] = self._using.get(me), dict(masks)
@@ -151,7 +150,7 @@ class MaskedModel(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes are the net's; its methods run under the thresholded masks."""
+        """Other attributes are those of the net; its methods run under the thresholded masks."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -166,7 +165,7 @@ class MaskedModel(nn.Module):
     def _method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._whole(self._fixed(), lambda net: getattr(net, name)(*args, **kwargs))
 
-    # Masked weights are made from the rest: copies and pickles make their own.
+    # Masked weights are derived from the rest: copies and pickles compute their own.
     def __getstate__(self) -> dict[str, Any]:
         own = ("_using", "_cached", "_axes", "_noises", "_parameters_of_net")
         return {key: value for key, value in self.__dict__.items() if key not in own}
@@ -176,9 +175,7 @@ class MaskedModel(nn.Module):
         self._forget()
 
     def _forget(self) -> None:
-        self._using: dict[
-            int, dict[str, Tensor]
-        ] = {}  # thread -> masks in force instead of sampled or thresholded ones
+        self._using: dict[int, dict[str, Tensor]] = {}  # thread -> masks used instead of sampled or thresholded ones
         self._cached: dict[str, _Cached] = {}
         self._axes: dict[tuple[int | None, ...], list[int | None]] = {}
         self._together = sampling.can_run_together(self.model)
@@ -192,7 +189,7 @@ class MaskedModel(nn.Module):
     # ------------------------------------------------------------------ one set of masks
 
     def _whole(self, fixed: Masks | None, call: Callable[[nn.Module], Any]) -> Any:
-        """The whole batch under given or thresholded masks."""
+        """Run the whole batch under given or thresholded masks."""
         if torch.compiler.is_compiling():
             weights = {name: self._masked(name, p, fixed) for name, p in self.model.named_parameters()}
             with self._frozen_statistics():
@@ -209,7 +206,7 @@ class MaskedModel(nn.Module):
             copy.write_back()
 
     def _masked(self, name: str, parameter: Tensor, fixed: Masks | None) -> Tensor:
-        """A parameter under its mask; kept until one of the two changes, unless its gradient is wanted."""
+        """A parameter under its mask; cached until one of the two changes, unless a gradient is needed."""
         weight = parameter if self._train_weights else parameter.detach()
         logits = self._logit(name)
         mask = (fixed.get(name) if fixed is not None else logits) if logits is not None or fixed is not None else None
@@ -229,7 +226,7 @@ class MaskedModel(nn.Module):
 
     @contextlib.contextmanager
     def _frozen_statistics(self) -> Iterator[None]:
-        """Batch norm of a frozen net uses its statistics also in training."""
+        """Batch norm of a frozen net uses its running statistics even in training."""
         live = [] if self._train_weights else _live_norms(self.model)
         for module in live:
             module.training = False
@@ -244,7 +241,7 @@ class MaskedModel(nn.Module):
     def _by_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = inputs.Batch(self._places, self.model, args, kwargs, self._samples)
         device = next((logits.device for _, logits in self.named_logits()), torch.device("cpu"))
-        # On the device, so that nothing waits for it and a CUDA graph draws other masks at every replay.
+        # On the device, so that nothing waits for it and a CUDA graph draws new masks at every replay.
         seeds = torch.randint(0, 2**63 - 1, (max(len(self._names), 1),), dtype=torch.int64, device=device).unbind()
         run = sampling.Run(
             self.model,
@@ -269,13 +266,13 @@ class MaskedModel(nn.Module):
         return self._joined(outputs, batch)
 
     def _try_together(self, run: sampling.Run, batch: inputs.Batch) -> Any:
-        """All parts at once; None if the net cannot run so, which is remembered once the other way has worked."""
+        """All parts at once; None if the net cannot run so, which is remembered once the other way worked."""
         before = torch.get_rng_state()
         try:
             stacked, structure, copy = run.together(batch)
         except Exception as error:
             torch.set_rng_state(before)
-            outputs, copies = run.one_by_one(batch)  # an error of the net's own is raised again here
+            outputs, copies = run.one_by_one(batch)  # an error of the net itself is raised again here
             self._together = False
             reason = str(error).strip().splitlines()
             warnings.warn(
@@ -304,8 +301,8 @@ class MaskedModel(nn.Module):
         return parts.rebuilt(outputs[0], lambda _: next(found))
 
     def _axes_of(self, values: Sequence[Any], batch: inputs.Batch) -> list[int | None]:
-        """Where the batch lies in each output of a part. Where sizes leave a doubt, the net is asked: the dimension
-        that grows when it is given the whole batch."""
+        """The batch dimension of each output of a part. Where sizes are ambiguous, the net is run on the whole batch:
+        it is the dimension that grows."""
         rows, batch_dim = batch.sizes[0], self._places.batch_dim
         axes = [parts.certain_axis(v.shape, rows, batch_dim) if isinstance(v, Tensor) else None for v in values]
         doubtful = [
@@ -326,7 +323,7 @@ class MaskedModel(nn.Module):
         return [known[i] if doubt else axes[i] for i, doubt in enumerate(doubtful)]
 
     def _check_unused(self, output: Any, copies: Sequence[Rebinding]) -> None:
-        """After the first forward with gradients: a mask without effect is a mistake that nothing else would show."""
+        """After the first forward with gradients: nothing else would reveal a mask without effect."""
         if self._checked or not torch.is_grad_enabled():
             return
         unused = find_unused(dict(self.named_logits()), [output, *(copy.written() for copy in copies)])
@@ -343,7 +340,7 @@ class MaskedModel(nn.Module):
 
 
 class _Functional:
-    """A net called with other parameters, in a form that torch.compile traces."""
+    """A net called with other parameters, in a form that torch.compile can trace."""
 
     def __init__(self, net: nn.Module, weights: dict[str, Tensor]) -> None:
         self._net, self._weights = net, weights
@@ -376,15 +373,15 @@ def masked_parameters(
 
 
 def first_logits(parameter: Tensor, init: float, transposed: bool) -> Tensor:
-    """In fp32 at least: steps of 1e-3 do not move a bf16 logit of 2. ``transposed``: a matrix that lies in memory as
-    its transpose, which the fused op reads, and whose gradient it writes, without a copy."""
+    """In fp32 at least: steps of 1e-3 do not change a bf16 logit of 2. ``transposed``: a matrix stored as its
+    transpose, which the fused op reads, and whose gradient it writes, without a copy."""
     dtype = torch.float32 if parameter.dtype in _REDUCED else parameter.dtype
     found = torch.full_like(parameter, init, dtype=dtype)
     return found.t().contiguous().t() if transposed else found
 
 
 def key_of(name: str) -> str:
-    """A parameter's name as a key of a ParameterDict, which allows no dots."""
+    """The name of a parameter as a key of a ParameterDict, which allows no dots."""
     return name.replace(".", "/")
 
 
@@ -404,7 +401,7 @@ def _live_norms(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def _same_rng() -> Iterator[None]:
-    """Leaves the generator as it was; a compiled graph, which keeps no state of it, as it is."""
+    """Restores the generator afterwards; does nothing in a compiled graph, which cannot keep its state."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -420,7 +417,8 @@ def _kept(mask: Tensor) -> Tensor:
 
 
 class _Cached:
-    """A masked weight, and of what it was made. Writes through ``.data`` do not count as changes, as in autograd."""
+    """A masked weight, and what it was computed from. As in autograd, writes through ``.data`` do not count as
+    changes."""
 
     def __init__(self, parameter: Tensor, mask: Tensor, result: Tensor) -> None:
         self._of, self.result = (parameter, mask), result.detach()

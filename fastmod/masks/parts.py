@@ -1,4 +1,4 @@
-"""Cutting a batch into one part per mask sample, and joining what the parts gave."""
+"""Cuts a batch into one part per mask sample, and joins the outputs of the parts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 
 def leaves(value: Any, found: list[Any] | None = None) -> list[Any]:
-    """Everything inside of tuples, lists, dicts and dataclasses, in order."""
+    """Everything inside tuples, lists, dicts and dataclasses, in order."""
     found = [] if found is None else found
     rebuilt(value, lambda leaf: found.append(leaf))
     return found
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with ``change(leaf)`` in every place."""
+    """The same structure with ``change(leaf)`` for every leaf."""
     if isinstance(value, (Tensor, PackedSequence, str)) or value is None:
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -41,7 +41,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def holds_tensors(leaf: Any, depth: int = 5) -> bool:
-    """Whether an object that is no structure of ours has tensors inside, as a cache of keys and values has."""
+    """Whether an object that is none of these structures holds tensors, such as a cache of keys and values."""
     if isinstance(leaf, (Tensor, PackedSequence)):
         return depth < 5
     if depth == 0 or isinstance(leaf, (type(None), bool, int, float, complex, str, type)):
@@ -54,7 +54,7 @@ def holds_tensors(leaf: Any, depth: int = 5) -> bool:
 
 
 def batch_size(values: Sequence[Any], dims: Sequence[int | None], batch_dim: int) -> int:
-    """Size of the batch: that of the first tensor that has more than one example; 1 if none has."""
+    """Size of the batch: that of the first tensor with more than one example; 1 if there is none."""
     sizes = []
     for value, dim in zip(values, dims, strict=True):
         if isinstance(value, PackedSequence):
@@ -67,9 +67,9 @@ def batch_size(values: Sequence[Any], dims: Sequence[int | None], batch_dim: int
 
 
 def has_batch(value: Any, dim: int | None, batch: int, *, named: bool) -> bool:
-    """Whether a leaf of the input holds the batch; what has another size there belongs to all parts alike.
+    """Whether a leaf of the input holds the batch; leaves with another size there are shared by all parts.
 
-    ``named``: the caller told where the batch lies, so several rows an example are no accident.
+    ``named``: the caller named the batch dimension, so several rows per example are no accident.
     """
     if isinstance(value, PackedSequence):
         return True
@@ -102,14 +102,14 @@ def _join_packed(values: Sequence[PackedSequence]) -> PackedSequence:
 
 
 def part_sizes(batch: int, samples: int) -> list[int]:
-    """Examples of each part: equal, or, where the batch is no multiple of the samples, one more in the first ones. A
-    batch smaller than the samples leaves the last samples out."""
+    """Examples of each part: equal, or one more in the first ones if the batch is not a multiple of the samples. A
+    batch smaller than the samples does not use the last ones."""
     small, more = divmod(batch, samples)
     return [1] * batch if 0 < batch < samples else [small + (s < more) for s in range(samples)]
 
 
 def join(values: Sequence[Any], axis: int | None, sizes: Sequence[int]) -> Any:
-    """One leaf of the output from those of the parts; None for the axis: the mean over the examples."""
+    """One leaf of the output from those of the parts; without an axis, the mean over the examples."""
     first = values[0]
     if isinstance(first, PackedSequence):
         return _join_packed(values)
@@ -126,7 +126,7 @@ def join(values: Sequence[Any], axis: int | None, sizes: Sequence[int]) -> Any:
 
 
 def join_stacked(value: Any, axis: int | None) -> Any:
-    """The same for outputs of equal parts that lie in front of each other, ``[S, ...]``."""
+    """The same for outputs of equal parts that are stacked, ``[S, ...]``."""
     if not isinstance(value, Tensor):
         return value
     if axis is not None:
@@ -141,14 +141,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def certain_axis(shape: Sequence[int], rows: int, batch_dim: int) -> int | None:
-    """Where the examples of a part lie in an output of it, if only one dimension has their number, and it is the one
-    where the input has them; else None."""
+    """The batch dimension of an output of a part, if exactly one dimension has that size, and it is that of the input;
+    else None."""
     found = [dim for dim, size in enumerate(shape) if size == rows]
     return batch_dim if found == [batch_dim] else None
 
 
 def axis_between(small: Sequence[int], large: Sequence[int], rows: int, batch: int) -> int | None:
-    """The dimension that grew from ``rows`` to ``batch`` examples; None if none did, so that the batch is not in it."""
+    """The dimension that grew from ``rows`` to ``batch`` examples; None if none did: there is no batch in it."""
     changed = [dim for dim, (a, b) in enumerate(zip(small, large, strict=False)) if a != b]
     if len(small) != len(large) or len(changed) > 1:
         raise ValueError(

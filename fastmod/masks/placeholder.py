@@ -1,6 +1,6 @@
-"""A stand-in for a masked weight: layers that have a fused op never see the masked copies.
+"""A placeholder for a masked weight: layers with a fused op never see masked copies.
 
-The net runs as it is written. Where it hands the stand-in to ``F.linear``, a convolution, ``torch.addmm`` (GPT-2's
+The net runs as it is written. Where it passes the placeholder to ``F.linear``, a convolution, ``torch.addmm`` (GPT-2's
 Conv1D) or ``F.embedding``, the fused op takes over; anything else gets the masked weight as an ordinary tensor.
 """
 
@@ -18,7 +18,7 @@ from fastmod._private import tree_map_only
 from fastmod.masks.draw import Draw
 from fastmod.ops.masked_linear import _masked_linear
 
-#: Attributes that tell about a tensor without its values.
+#: Attributes that do not depend on the values of a tensor.
 _FACTS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "grad")
@@ -79,7 +79,7 @@ def _shares_noise(weight: Draw, bias: Draw) -> bool:
 
 
 def _layer(weight: Draw, bias: Tensor | None) -> tuple[dict[str, Any], Tensor | None]:
-    """Arguments of a masked layer for all samples, and a bias that the op cannot add itself."""
+    """The arguments of a masked layer for all samples, and a bias that the op cannot add."""
     arguments: dict[str, Any] = {
         "weight": weight.weight,
         "logits": weight.logits,
@@ -112,7 +112,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Any, **scales: Any) -> Any:
 def _product(x: Tensor, weight: Draw, bias: Tensor | None) -> Any:
     if isinstance(x, Placeholder) or x.dim() == 0:
         return NotImplemented
-    parts = weight.shown(x) if weight.first is None else x.unsqueeze(0)
+    parts = weight.unhidden(x) if weight.first is None else x.unsqueeze(0)
     if parts is None or x.dtype != weight.weight.dtype or weight.again():
         return NotImplemented
     arguments, rest = _layer(weight, bias)
@@ -133,11 +133,11 @@ def _convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Any:
-    """All samples together; a part by itself is an ordinary convolution with the drawn weight."""
+    """All samples together; a single part is an ordinary convolution with the drawn weight."""
     if not isinstance(weight, Placeholder) or isinstance(input, Placeholder) or weight.draw.first is not None:
         return NotImplemented
     draw = weight.draw
-    parts = draw.shown(input)
+    parts = draw.unhidden(input)
     if parts is None or input.dim() != dimensions + 2 or input.dtype != draw.weight.dtype or draw.again():
         return NotImplemented
     steps, spread = _tuple(stride, dimensions), _tuple(dilation, dimensions)
@@ -149,7 +149,7 @@ def _convolution(
 
     def run() -> Tensor:
         images = parts.flatten(0, 1)
-        if padding == "same":  # uneven totals pad one more at the end, as torch does
+        if padding == "same":  # odd totals pad one more at the end, as in torch
             totals = [d * (k - 1) for d, k in zip(spread[-dimensions:], draw.weight.shape[2:], strict=True)]
             images = F.pad(images, [side for total in reversed(totals) for side in (total // 2, total - total // 2)])
         if dimensions == 1:  # of height one
@@ -185,11 +185,11 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """With fixed statistics a scale and a shift: one pass, where vmap takes three and moves the batch around."""
+    """With fixed statistics, a scale and a shift: one pass, where vmap takes three and moves the batch dimension."""
     known = [value.draw for value in (weight, bias) if isinstance(value, Placeholder)]
     if training or running_mean is None or running_var is None or not known or known[0].first is not None:
         return NotImplemented
-    parts = known[0].shown(input)
+    parts = known[0].unhidden(input)
     if parts is None or any(value is not None and known[0].is_hidden(value) for value in (running_mean, running_var)):
         return NotImplemented
 
@@ -208,11 +208,11 @@ def _batch_norm(
 
 
 def _embedding(input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample by sample: a table of words is the largest weight of a net, and one copy of it is enough."""
+    """Sample by sample: a table of words is the largest weight of a net, so only one copy is made at a time."""
     if not isinstance(weight, Placeholder) or weight.draw.first is not None:
         return NotImplemented
     draw = weight.draw
-    parts = draw.shown(input)
+    parts = draw.unhidden(input)
     if parts is None:
         return NotImplemented
     samples = range(draw.samples)

@@ -1,8 +1,8 @@
 """A copy of a net for one forward: the same code and attributes over other parameters.
 
-Every forward has a copy of its own, so two threads never meet, a checkpoint that runs a layer for the second time finds
-the masks of the first, and the net itself is never written to. Modules are copied shallowly, and whatever leads from
-one to another is led to the copies: children, references in attributes, lists and dicts, bound methods, functions over
+Every forward has its own copy, so that threads do not interfere, a checkpoint that runs a layer a second time finds the
+same masks, and the net itself is never written to. Modules are copied shallowly, and every reference from one to
+another is redirected to the copies: children, references in attributes, lists and dicts, bound methods, functions over
 ``self`` and hooks.
 """
 
@@ -20,14 +20,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fastmod._private import is_compiled
 
-#: Gives what stands for a parameter in the copy: of a module, under a name; of no module where a list or dict holds it.
+#: (module, name, parameter) -> its replacement in the copy; the module is None if a list or dict holds the parameter.
 Substitute = Callable[[nn.Module | None, str, nn.Parameter], Tensor]
 
 _ATOMS = frozenset(
     [type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, Tensor]
     + [types.ModuleType, types.BuiltinFunctionType, type(torch.nn.functional.linear)]
 )
-_CONTAINERS = frozenset([dict, OrderedDict, list, tuple, set])  # most are hooks that nobody has registered
+_CONTAINERS = frozenset([dict, OrderedDict, list, tuple, set])  # mostly empty dicts of hooks
 _KEPT = frozenset(["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"])
 
 
@@ -41,7 +41,7 @@ def original(module: nn.Module) -> nn.Module:
 
 
 class Rebinding:
-    """One copy of a net and the way to it from the original."""
+    """One copy of a net, and the mapping from the original to it."""
 
     def __init__(self, net: nn.Module, substitute: Substitute, *, frozen_statistics: bool) -> None:
         self._substitute, self._frozen = substitute, frozen_statistics
@@ -74,12 +74,12 @@ class Rebinding:
                 own[name] = self._value(value)
         own["_compiled_call_impl"] = None  # compiled for the original
         if self._frozen and isinstance(module, _NormBase) and module.track_running_stats:
-            own["training"] = False  # statistics belong to the frozen net: they are used as they are
+            own["training"] = False  # statistics belong to the frozen net and are used unchanged
         self._pairs.append((module, copy, dict(own)))
         return copy
 
     def _value(self, value: Any) -> Any:
-        """What an attribute holds, led to the copies; the same object if it leads to none."""
+        """The value of an attribute with references redirected to the copies; the same object if it has none."""
         kind = type(value)
         if kind in _ATOMS:
             return value
@@ -113,14 +113,14 @@ class Rebinding:
         return copy
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
-        """A function over modules, such as a lambda over ``self``, with the copies in their place."""
+        """A function over modules, such as a lambda over ``self``, redirected to the copies."""
         known = self._copies.get(id(value))
         if known is not None:
             return known
         cells, defaults = value.__closure__ or (), value.__defaults__
         if not cells and not defaults:
             return value
-        self._copies[id(value)] = value  # should it lead back to itself
+        self._copies[id(value)] = value  # in case it refers to itself
         contents = [_content(cell) for cell in cells]
         found = [self._value(content) for content in contents]
         new_defaults = self._value(defaults) if defaults else defaults
@@ -136,7 +136,7 @@ class Rebinding:
         return copy
 
     def written(self) -> list[Any]:
-        """What modules have written to their attributes in the copy."""
+        """The attributes that modules have set in the copy."""
         return [
             value
             for _, copy, before in self._pairs
@@ -145,7 +145,7 @@ class Rebinding:
         ]
 
     def write_back(self) -> None:
-        """What modules have written to themselves, such as what they saw last, reaches the originals."""
+        """Copy to the originals what modules have set on themselves, such as their last input."""
         back = {id(copy): module for module, copy, _ in self._pairs}
         for module, copy, before in self._pairs:
             for name, value in copy.__dict__.items():

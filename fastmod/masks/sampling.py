@@ -1,4 +1,4 @@
-"""One training forward: the parts of a batch through the net, each under its own sample of the masks."""
+"""One training forward: runs the parts of a batch through the net, each under its own sample of the masks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastmod.masks.rebind import Rebinding, Substitute
 
 
 def can_run_together(net: nn.Module) -> bool:
-    """Whether it is worth a try: vmap does not know recurrent layers, and depthwise convolutions have few weights but
-    large activations, which on a CPU fit its caches better part by part."""
+    """Whether running all parts together is worth a try: vmap does not support recurrent layers, and depthwise
+    convolutions have few weights but large activations, which fit the caches of a CPU better part by part."""
     return together.AVAILABLE and not any(
         isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv2d) and _is_depthwise(module))
         for module in net.modules()
@@ -29,8 +29,8 @@ def _is_depthwise(layer: nn.Conv2d) -> bool:
     return layer.groups == layer.in_channels > 1 and layer.weight.device.type == "cpu"
 
 
-#: Layers that hand these parameters to a function with a fused op and to nothing else: exact types, since a subclass
-#: may compute something else.
+#: Layers that pass these parameters only to a function with a fused op: exact types, since a subclass may compute
+#: something else.
 _FUSED: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
     nn.Conv1d: ("weight", "bias"),
@@ -44,7 +44,7 @@ _WITH_BIAS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 def noise_of(net: nn.Module, names: Sequence[str]) -> dict[str, Noise]:
-    """Where the masks of each parameter come from: a fused bias shares its weight's seed."""
+    """The source of the masks of each parameter: a fused bias shares the seed of its weight."""
     result = {name: Noise(i, noise.STREAM_MASK) for i, name in enumerate(names)}
     for path, module in net.named_modules():
         weight, bias = (f"{path}.{name}" if path else name for name in ("weight", "bias"))
@@ -58,12 +58,12 @@ def noise_of(net: nn.Module, names: Sequence[str]) -> dict[str, Noise]:
 
 
 class ParameterNames:
-    """Names of the net's parameters, looked up anew when one is met that was not there before; and frozen ones
-    transposed, made anew when they change."""
+    """Names of the parameters of the net, looked up again if an unknown one appears; and transposed copies of frozen
+    ones, made again when they change."""
 
     def __init__(self, net: nn.Module) -> None:
         self._net = net
-        self._known: dict[int, tuple[Tensor, str]] = {}  # the parameter too: nothing else gets its id then
+        self._known: dict[int, tuple[Tensor, str]] = {}  # keeps the parameter, so that no other object gets its id
         self._turned: dict[str, tuple[Tensor, int, Tensor]] = {}
 
     def name(self, parameter: Tensor) -> str | None:
@@ -74,7 +74,7 @@ class ParameterNames:
         return None if found is None else found[1]
 
     def turned(self, name: str, weight: Tensor) -> Tensor:
-        """``weight.t()``, contiguous. Writes through ``.data`` do not count as changes, as in autograd."""
+        """``weight.t()``, contiguous. As in autograd, writes through ``.data`` do not count as changes."""
         plain = type(weight) is Tensor or type(weight) is nn.Parameter
         if weight.requires_grad or not plain or weight.is_inference() or torch.compiler.is_compiling():
             return weight.t().contiguous()
@@ -82,7 +82,7 @@ class ParameterNames:
         if known is None or known[1] != weight._version or not _is_same(known[0], weight):
             with torch.no_grad():
                 known = weight, weight._version, weight.t().contiguous()
-            self._turned[name] = known  # the weight too: nothing else gets its memory then
+            self._turned[name] = known  # keeps the weight, so that no other tensor gets its memory
         return known[2]
 
 
@@ -91,7 +91,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 class Run:
-    """The masks of one forward: one seed per parameter, so that a layer that runs twice meets the same masks."""
+    """The masks of one forward: one seed per parameter, so that a layer that runs twice has the same masks."""
 
     def __init__(
         self,
@@ -110,14 +110,16 @@ class Run:
 
     @staticmethod
     def is_hooked() -> bool:
-        """Whether this forward lies in a checkpoint, which would run it again outside of vmap."""
+        """Whether this forward is inside a checkpoint, which would run it again outside vmap."""
         return saved_tensors_are_hooked()
 
     def _weight(self, parameter: Tensor) -> Tensor:
-        """A weight as it enters the computation: frozen weights get no gradient."""
+        """A weight as used in the computation: frozen weights get no gradient."""
         return parameter if self._train_weights or not parameter.requires_grad else parameter.detach()
 
-    def _draw(self, name: str, parameter: Tensor, first: int | None, hiding: together.Hiding | None = None) -> Draw:
+    def _draw(
+        self, name: str, parameter: Tensor, first: int | None, hidden: together.HiddenDimension | None = None
+    ) -> Draw:
         place, weight = self._noises[name], self._weight(parameter)
         return Draw(
             self._name_of.turned(name, weight) if place.transposed else weight,
@@ -127,10 +129,10 @@ class Run:
             self._tau,
             self._samples,
             first,
-            hiding,
+            hidden,
         )
 
-    def _substitute(self, first: int | None, hiding: together.Hiding | None = None) -> Substitute:
+    def _substitute(self, first: int | None, hidden: together.HiddenDimension | None = None) -> Substitute:
         drawn: dict[int, Draw | Tensor] = {}
         stand_ins: dict[int, Placeholder] = {}
 
@@ -141,7 +143,7 @@ class Run:
                 name = self._name_of.name(parameter)
                 masked = name is not None and name in self._noises
                 assert name is not None or not masked
-                found = self._draw(str(name), parameter, first, hiding) if masked else self._weight(parameter)
+                found = self._draw(str(name), parameter, first, hidden) if masked else self._weight(parameter)
                 drawn[key] = found
             if isinstance(found, Tensor):
                 return found
@@ -153,11 +155,11 @@ class Run:
 
         return substitute
 
-    def _copy(self, first: int | None, hiding: together.Hiding | None = None) -> Rebinding:
-        return Rebinding(self._net, self._substitute(first, hiding), frozen_statistics=not self._train_weights)
+    def _copy(self, first: int | None, hidden: together.HiddenDimension | None = None) -> Rebinding:
+        return Rebinding(self._net, self._substitute(first, hidden), frozen_statistics=not self._train_weights)
 
     def one_by_one(self, batch: Batch) -> tuple[list[Any], list[Rebinding]]:
-        """The outputs of the parts, and the copies of the net that gave them."""
+        """The outputs of the parts, and the copies of the net that computed them."""
         outputs, copies = [], []
         for s, (args, kwargs) in enumerate(batch.parts()):
             copy = self._copy(s)
@@ -166,7 +168,7 @@ class Run:
         return outputs, copies
 
     def together(self, batch: Batch) -> tuple[list[Any], Any, Rebinding]:
-        """Leaves of the output, tensors with the samples in front; its structure; the copy of the net that gave it."""
+        """Leaves of the output, with samples as leading dimension of tensors; its structure; the copy of the net."""
         moving = [i for i, dim in enumerate(batch.dims) if dim is not None]
         dims = [batch.dims[i] for i in moving]
         cut = [batch.leaves[i].unflatten(dim, (self._samples, -1)) for i, dim in zip(moving, dims, strict=True)]
@@ -177,15 +179,15 @@ class Run:
             for i, tensor in zip(moving, tensors, strict=True):
                 values[i] = tensor
             args, kwargs = batch.with_leaves(values)
-            hiding = together.Hiding(index, self._samples)
-            copy = self._copy(None, hiding)
-            with together.Attention(hiding):
+            hidden = together.HiddenDimension(index, self._samples)
+            copy = self._copy(None, hidden)
+            with together.Attention(hidden):
                 output = copy.net(*args, **kwargs)
             flat = [None if parts.holds_tensors(leaf) else leaf for leaf in parts.leaves(output)]
             seen[:] = [output, copy, flat]
             return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
-        # A checkpoint inside of the net would run its layers again, in the backward, outside of vmap.
+        # In the backward, a checkpoint inside the net would run its layers again outside vmap.
         with torch.autograd.graph.disable_saved_tensors_hooks("layers are checkpointed"):
             found = torch.func.vmap(run, in_dims=(0, *dims), randomness="different")(torch.arange(self._samples), *cut)
         output, copy, flat = seen
@@ -193,7 +195,7 @@ class Run:
         return [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in flat], output, copy
 
     def functional(self, batch: Batch) -> list[Any]:
-        """The outputs of the parts in a form that torch.compile traces."""
+        """The outputs of the parts, in a form that torch.compile can trace."""
         weights: dict[str, Tensor] = {}
         for name, parameter in self._net.named_parameters():
             masked = name in self._noises
@@ -209,8 +211,8 @@ class Run:
 
 
 def call_with(net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``functional_call`` with each parameter of each module named once: a module that is registered twice would get
-    its own parameter back only the first time."""
+    """``functional_call`` with each parameter named once per module: a module registered twice would get its own
+    parameter back only the first time."""
     by_id = {id(parameter): weights[name] for name, parameter in net.named_parameters()}
     named = {
         f"{path}.{name}" if path else name: by_id[id(parameter)]
@@ -222,7 +224,7 @@ def call_with(net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ..
 
 
 def parameter_holders(net: nn.Module) -> set[int]:
-    """Ids of the modules inside of our own layers, which hold parameters for an op that wants ordinary tensors."""
+    """Ids of the modules inside our own layers, which hold parameters for an op that takes ordinary tensors."""
     ours = [module for module in net.modules() if type(module).__module__.startswith("fastmod.nn.")]
     return {id(inner) for module in ours for inner in module.modules()}
 
@@ -232,7 +234,7 @@ def _fused_names(module: nn.Module | None) -> tuple[str, ...]:
 
 
 def _is_conv1d(module: nn.Module | None) -> bool:
-    """GPT-2's linear layer, which keeps its weight as [in, out]; told by its name, as its library may not be there."""
+    """GPT-2's linear layer, which stores its weight as [in, out]; recognised by name, as its library may be missing."""
     if type(module).__name__ != "Conv1D" or module is None:
         return False
     weight = module._parameters.get("weight")

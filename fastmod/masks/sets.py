@@ -11,7 +11,7 @@ Masks = Mapping[str, Tensor]
 
 
 def check_masks(masks: Masks, model: nn.Module, argument: str = "masks") -> None:
-    """Every mask is a bool tensor of the shape of the parameter it names."""
+    """Check that every mask is a bool tensor with the shape of the parameter of its name."""
     parameters = dict(model.named_parameters())
     if not isinstance(masks, Mapping):
         raise TypeError(f"{argument}: expected a dict of parameter names and bool tensors, got {type(masks).__name__}")

@@ -1,4 +1,4 @@
-"""Which masks have a part in an output."""
+"""Finds masks that have no effect on an output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fastmod.masks import parts
-from fastmod.masks.together import shown_inside
+from fastmod.masks.together import without_hidden_dimensions
 
 
 def find_unused(logits: Mapping[str, Tensor], outputs: Any) -> list[str]:
@@ -19,7 +19,7 @@ def find_unused(logits: Mapping[str, Tensor], outputs: Any) -> list[str]:
     seen = set(stack)
     while stack and waiting:
         node = stack.pop()
-        if node.name() == "CheckpointFunctionBackward":  # the reentrant one: what is inside shows in the backward only
+        if node.name() == "CheckpointFunctionBackward":  # a reentrant checkpoint, whose inside only the backward shows
             return []
         waiting.pop(id(getattr(node, "variable", None)), None)
         for following, _ in node.next_functions:
@@ -31,6 +31,6 @@ def find_unused(logits: Mapping[str, Tensor], outputs: Any) -> list[str]:
 
 def _tensors(leaf: Any) -> list[Tensor]:
     if isinstance(leaf, Tensor):
-        return [shown_inside(leaf)]
+        return [without_hidden_dimensions(leaf)]
     data = getattr(leaf, "data", None)  # a PackedSequence
     return [data] if isinstance(data, Tensor) else []
