@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
-from torch import Tensor, nn
+from torch import nn
 
 from fastmod.masks import files as mask_files
 from fastmod.runs import checkpoint
@@ -97,20 +97,11 @@ def _export(folder: RunFolder, plan: Plan, key: str, to: Path) -> Export:
     }  # fmt: skip
     save_model(restored.model, str(to / _MODEL), metadata={"format": "pt", "trial": key})
     checkpoint.write_atomically(to / "config.json", json.dumps(about, indent=2).encode())
-    masks = masks_of(restored)
+    masks = restored.masks()
     for task, mask in masks.items():
         (to / "masks").mkdir(exist_ok=True)
         mask_files.save(to / "masks" / f"{file_name(task)}.safetensors", mask)
     return Export(key, to, list(masks))
-
-
-def masks_of(trial: Trial) -> dict[str, dict[str, Tensor]]:
-    """Task -> parameter -> bool, of a mask study; of the last task too, if the trial is finished."""
-    found: dict[str, dict[str, Tensor]] = dict(trial.masks())
-    task, masked = getattr(trial, "task", None), getattr(trial, "masked", None)
-    if trial.finished and task is not None and masked is not None:
-        found[task] = masked.hard_masks()
-    return found
 
 
 def _load_export(folder: Path, device: str) -> nn.Module:

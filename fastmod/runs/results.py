@@ -25,10 +25,12 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastmod.bench import checkout
 from fastmod.runs import grid_table, report, tables
 from fastmod.runs import sweep as sweeps
 from fastmod.runs.checkpoint import write_atomically
@@ -55,7 +57,8 @@ def record(path: Path) -> dict[str, Any]:
     plan = folder.plan()
     study = registry.get(plan.study)
     config = changed(study.defaults, plan.settings)
-    settings = {model: study.setting(config, model) for model in plan.models}
+    trials = {model: [one["result"] for one in found["trials"] if one["model"] == model] for model in plan.models}
+    settings = {model: study.setting_of(config, model, trials[model]) for model in plan.models}
     rows = [
         {**{key: row[key] for key in row if key != "note"}, "setting": _setting(row["name"], settings)}
         for row in found["table"]
@@ -66,9 +69,31 @@ def record(path: Path) -> dict[str, Any]:
 def _record(path: Path, study: Study, plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "format": FORMAT, "run": path.resolve().name, "study": plan.study, "paper": study.paper,
-        "seeds": plan.seeds, "device": plan.device, "versions": plan.versions, "apart": _apart(study, plan.settings),
+        "seeds": plan.seeds, "device": plan.device, "versions": _versions(plan), "apart": _apart(study, plan.settings),
         "rows": rows,
     }  # fmt: skip
+
+
+_LOST = " not in the repository"
+
+
+def _versions(plan: Plan) -> dict[str, str]:
+    """Those of the plan; a commit that nobody can look at, in a checkout of this project, is marked."""
+    commit = plan.versions.get("commit")
+    if commit is None:
+        return plan.versions
+    try:
+        top = checkout.root()
+    except checkout.BenchError:  # nothing to look in
+        return plan.versions
+    command = ["git", "for-each-ref", "--contains", commit.partition(" ")[0], "--count=1"]
+    try:
+        found = subprocess.run(command, cwd=top, capture_output=True, text=True, check=True).stdout
+    except OSError:
+        return plan.versions
+    except subprocess.CalledProcessError:
+        found = ""
+    return plan.versions if found.strip() else {**plan.versions, "commit": commit + _LOST}
 
 
 def _record_of_sweep(path: Path) -> dict[str, Any]:
@@ -76,20 +101,23 @@ def _record_of_sweep(path: Path) -> dict[str, Any]:
     trials; and the cells, for a grid of them."""
     sweep, found = sweeps.read(sweeps.SweepFolder(path))
     study = registry.get(sweep.plan.study)
-    best = tables.best_lines(found, sweep.best, sweep.by) if sweep.best else []
+    best = tables.best_lines(tables.distinct(study, found), sweep.best, sweep.by) if sweep.best else []
     few = tables.cell_lines(found) if len({cell.name for cell, _ in found}) <= FEW_CELLS else []
-    settings = {model: _swept_setting(study, sweep, model) for model in sweep.plan.models}
+    shown = tables.usual(list(dict.fromkeys(line["measure"] for line in [*few, *best])))
+    trials = {model: [one.result for _, one in found if one.model == model] for model in sweep.plan.models}
+    settings = {model: _swept_setting(study, sweep, model, trials[model]) for model in sweep.plan.models}
     grid = " ".join(f"{key}={','.join(map(str, values))}" for key, values in sweep.grid.items())
     config = changed(study.defaults, sweep.plan.settings)
     rows = [
         {**report.row_of(row), "setting": f"{_setting(row.name, settings)}; over the grid {grid}"}
         for row in study.sweep_table(config, [(cell.values, one) for cell, one in found])
     ]
-    for line in [*few, *best]:
+    for line in (line for line in [*few, *best] if line["measure"] in shown):
         inside = [(cell, one) for cell, one in found if one.model == line["model"] and _within(cell.values, line)]
         cell, _ = inside[0]
         if line["kind"] == "cell":
-            where, setting = cell.name, study.setting(changed(study.defaults, cell.plan.settings), line["model"])
+            config = changed(study.defaults, cell.plan.settings)
+            where, setting = cell.name, study.setting_of(config, line["model"], [one.result for _, one in inside])
         else:
             where, setting = line["kind"], f"over the grid {grid}"
         rows.append(
@@ -101,11 +129,11 @@ def _record_of_sweep(path: Path) -> dict[str, Any]:
     return {**_record(path, study, sweep.plan, rows), "sweep": cells}
 
 
-def _swept_setting(study: Study, sweep: sweeps.Sweep, model: str) -> str:
+def _swept_setting(study: Study, sweep: sweeps.Sweep, model: str, trials: Sequence[Mapping[str, Any]]) -> str:
     """Of a model in all cells. Where the axes are those of a grid that the study has, so that seeds can draw from it
     too, it does not matter that here they did not."""
     swept = {*sweep.grid} | ({"grid"} if {*sweep.grid} in map(set, study.grids.values()) else set())
-    return study.setting(changed(study.defaults, sweep.plan.settings), model, swept)
+    return study.setting_of(changed(study.defaults, sweep.plan.settings), model, trials, swept)
 
 
 def _within(values: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
@@ -171,8 +199,9 @@ def _seeds(seeds: Sequence[int], trials: int) -> str:
 
 
 def _commit(versions: Mapping[str, str]) -> str:
-    sha, _, changes = versions.get("commit", "unknown").partition(" ")
-    return sha[:12] + (" +" if changes else "")
+    commit = versions.get("commit", "unknown")
+    sha, _, changes = commit.removesuffix(_LOST).partition(" ")
+    return sha[:12] + (" +" if changes else "") + (" (not in the repository)" if commit.endswith(_LOST) else "")
 
 
 # ---- the page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -124,7 +124,8 @@ class Study(ABC):
     unprinted: ClassVar[tuple[str, ...]] = ()
     #: Name -> setting -> values: grids for ``fastmod sweep STUDY --grid NAME``, such as those that a paper searched.
     grids: ClassVar[Mapping[str, Mapping[str, Sequence[Any]]]] = {}
-    #: The measure of a trial by which ``fastmod sweep --best`` picks; validation, not what is reported.
+    #: The measure of a trial by which ``fastmod sweep --best`` picks; validation, not what is reported. "": none of its
+    #: measures is fit for that, so --best asks for --by.
     criterion: ClassVar[str] = "accuracy"
     #: Names of input and output blocks, for inspection; without any, the study has nothing to inspect.
     blocks: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
@@ -153,22 +154,57 @@ class Study(ABC):
         axes = self.grids.get(model.partition("_")[0].lower(), {})
         return {*typed, "grid"} if {*typed} & {*axes} else typed
 
+    def printed_of(self, config: Any, model: str) -> Mapping[str, Any]:
+        """What a model's settings are held against: its preset, and what else makes it the paper's model."""
+        return self.preset_of(config, model)
+
+    def as_trained(self, config: Any, model: str) -> Any:
+        """:meth:`config_of`, with what a model's name stands for."""
+        return self.config_of(config, model)
+
     def setting(self, config: Any, model: str, swept: Collection[str] = ()) -> str:
         """Whether a model is trained as in the paper, and where not; ``swept``: settings that are not looked at, since
         a sweep goes over them."""
-        theirs = self.preset_of(config, model)
+        theirs = self.printed_of(config, model)
         if not theirs:
             return "not held against the paper's setting"
-        ours = self.config_of(config, model)
+        ours = self.as_trained(config, model)
         # What the preset leaves open is the paper's, as far as is known, where it is the study's default.
         left = {k: v for k, v in vars(self.defaults).items() if k not in _BOOKKEEPING and not self.is_own(k)}
         theirs = {**left, **theirs}
         apart = {k: f"{k} {getattr(ours, k)} ({v})" for k, v in theirs.items() if getattr(ours, k) != v}
-        apart = {k: text for k, text in apart.items() if k not in swept}
+        idle = {*swept, *self.unused(ours, model)}
+        apart = {k: text for k, text in apart.items() if k not in idle}
         known = [text for k, text in apart.items() if k not in self.unprinted]
         unknown = [text for k, text in apart.items() if k in self.unprinted]
         found = f"not the paper's setting: {', '.join(known)}" if known else "the paper's setting"
         return found + (f"; not printed there, but other than by default: {', '.join(unknown)}" if unknown else "")
+
+    def unused(self, config: Any, model: str) -> Collection[str]:
+        """Settings that a model does not read, ``config`` being its own: trials that differ in these alone are one."""
+        return ()
+
+    def effective(self, config: Any, model: str) -> str:
+        """All that a trial of a model is made from, but for its seed; equal for equal trials."""
+        own = self.config_of(config, model)
+        idle = {"typed", "paper", "checkpoint_seconds", *self.unused(own, model)}
+        return repr({k: v for k, v in sorted(vars(own).items()) if k not in idle and not self.is_own(k)})
+
+    def shortfall(self, config: Any, result: Mapping[str, Any]) -> str:
+        """What a trial lacked of the paper's data, which its settings do not tell; empty: nothing."""
+        return ""
+
+    def setting_of(
+        self, config: Any, model: str, results: Iterable[Mapping[str, Any]], swept: Collection[str] = ()
+    ) -> str:
+        """:meth:`setting`, and what the trials that came to these results lacked of the paper's data."""
+        found = self.setting(config, model, swept)
+        lacked = ", ".join(dict.fromkeys(text for result in results if (text := self.shortfall(config, result))))
+        if not lacked:
+            return found
+        known, mark, unknown = found.partition("; not printed there")
+        whole = "the paper's setting"
+        return (f"not {whole}: {lacked}" if known == whole else f"{known}, {lacked}") + mark + unknown
 
     def is_own(self, setting: str) -> bool:
         """Whether a setting is only some model's value of another one, such as ``beta_lstm`` of ``beta``."""

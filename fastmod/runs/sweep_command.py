@@ -73,6 +73,7 @@ def sweep(
             if name not in (None, begun.plan.study):
                 raise StudyError(f"{resume} is a sweep of {begun.plan.study!r}, not of {name!r}")
             chosen = replace(begun, plan=placed(begun.plan, on, address), best=best or begun.best, by=by or begun.by)
+            _check_best(chosen)
             device_of(chosen.plan.device)
         else:
             if name is None:
@@ -82,9 +83,19 @@ def sweep(
             plan = make_plan(name, model, seeds, steps, settings, quick, jobs or 1, device, track or (), together or 1)
             axes = grid_of(grid or [], study)
             chosen = Sweep(placed(plan, on, address), axes, best or 0, by or study.criterion)
+            _check_best(chosen)
             default = Path("runs") / f"sweep-{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
             folder = SweepFolder.create(out or default, chosen)
     _run(folder, chosen, measure or ())
+
+
+def _check_best(sweep: Sweep) -> None:
+    """Before anything is trained."""
+    if sweep.best and not sweep.by:
+        raise StudyError(
+            f"--best: none of {sweep.plan.study}'s measures is for picking, expected --by MEASURE; every number in the "
+            "result of a trial is one, see result.json of a --quick run"
+        )
 
 
 def _run(folder: SweepFolder, sweep: Sweep, measures: Sequence[str]) -> None:
@@ -104,7 +115,8 @@ def _run(folder: SweepFolder, sweep: Sweep, measures: Sequence[str]) -> None:
         by_trial, by_cell = tables.trial_lines(found), tables.cell_lines(found)
         if sweep.best:
             try:
-                by_cell += tables.best_lines(found, sweep.best, sweep.by)
+                some = tables.distinct(registry.get(sweep.plan.study), found)
+                by_cell += tables.best_lines(some, sweep.best, sweep.by)
             except StudyError as error:
                 raise StudyError(f"{error}; all is trained, choose with: {again} --by MEASURE") from None
         for stem, lines in (("trials", by_trial), ("cells", by_cell)):

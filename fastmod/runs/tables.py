@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fastmod.runs.checkpoint import write_atomically
-from fastmod.runs.config import StudyError
-from fastmod.runs.study import Record, standard_error
+from fastmod.runs.config import StudyError, changed
+from fastmod.runs.study import Record, Study, standard_error
 from fastmod.runs.sweep import Cell, numbers
 
 Line = dict[str, Any]
@@ -40,8 +40,18 @@ def cell_lines(found: Sequence[tuple[Cell, Record]]) -> list[Line]:
     return lines
 
 
+def distinct(study: Study, found: Sequence[tuple[Cell, Record]]) -> list[tuple[Cell, Record]]:
+    """Without trials that are another one again, since their cells differ in what the model does not read."""
+    first: dict[tuple[str, int, str], tuple[Cell, Record]] = {}
+    for cell, record in found:
+        config = changed(study.defaults, cell.plan.settings)
+        first.setdefault((record.model, record.seed, study.effective(config, record.model)), (cell, record))
+    return list(first.values())
+
+
 def best_lines(found: Sequence[tuple[Cell, Record]], best: int, by: str) -> list[Line]:
-    """Per model, every measure over the ``best`` trials of all cells, picked by the measure ``by``."""
+    """Per model, every measure over the ``best`` trials of all cells, picked by the measure ``by``; ``found``:
+    distinct ones, or a net that was trained in several cells counts as often."""
     sign = 1 if lower_is_better(by) else -1
     lines = []
     for model in dict.fromkeys(record.model for _, record in found):
@@ -57,8 +67,9 @@ def best_lines(found: Sequence[tuple[Cell, Record]], best: int, by: str) -> list
 
 
 def usual(measures: Sequence[str]) -> list[str]:
-    """Those to show unasked: gates are for inspection."""
-    return [name for name in measures if name != "loss" and not name.startswith("gate_")] or list(measures)
+    """Those to show unasked: gates are for inspection, and architectures are settings."""
+    aside = ("gate_", "architecture.")
+    return [name for name in measures if name != "loss" and not name.startswith(aside)] or list(measures)
 
 
 def lower_is_better(measure: str) -> bool:
@@ -99,10 +110,16 @@ def write_parquet(path: Path, lines: Sequence[Line]) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    table = pyarrow.table({name: [line.get(name) for line in lines] for name in _columns(lines)})
+    table = pyarrow.table({name: _of_one_kind([line.get(name) for line in lines]) for name in _columns(lines)})
     content = io.BytesIO()
     parquet.write_table(table, content)
     write_atomically(path, content.getvalue())
+
+
+def _of_one_kind(column: Sequence[Any]) -> list[Any]:
+    """Text where words stand among numbers, as in ``beta=auto,1e-4``: a column of parquet has one type."""
+    mixed = any(isinstance(value, str) for value in column)
+    return [str(value) if mixed and value is not None else value for value in column]
 
 
 def parquet_available() -> bool:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastmod.runs import compare, report, results
+from fastmod.runs import compare, report, results, tables
 from fastmod.runs import sweep as sweeps
 from fastmod.runs.config import StudyError, changed
 from fastmod.runs.folder import Plan, RunFolder
 from fastmod.runs.study import Record, shown
 from fastmod.studies import registry
-from tests.helpers.study_commands import in_process, refused
+from tests.helpers.study_commands import ROOT, in_process, refused
 from tests.helpers.study_runs import untouched
 
 PAGE = """# Found
@@ -142,16 +143,17 @@ def test_sweep(tmp_path: Path) -> None:
     done = in_process("sweep", "doubleadd", *options, *sizes, "--out", tmp_path / "sweep")
     assert done.code == 0, done.text
     with (tmp_path / "sweep" / "cells.csv").open() as file:
-        lines = list(csv.DictReader(file))
+        every = list(csv.DictReader(file))
     rows = results.record(tmp_path / "sweep")["rows"]
-    assert len(rows) == len(lines) == 9
+    lines = [line for line in every if line["measure"] != "loss"]  # the files have it, the page the usual measures
+    assert len(rows) == len(lines) == 6 and len(every) == 9
     for row, line in zip(rows, lines, strict=True):
         assert (row["mean"], row["trials"]) == (float(line["mean"]), int(line["trials"])) and row["steps"] == 8
         where = f"fnn_width={line['fnn_width']}" if line["kind"] == "cell" else line["kind"]
         assert row["name"] == f"FNN, {line['measure']}, {where}"
     assert rows[0]["setting"].startswith("not the paper's setting: fnn_width 2 (200)")
     assert rows[-1]["setting"] == "over the grid fnn_width=2,3"
-    assert rows[-1]["minutes"] == pytest.approx(rows[0]["minutes"] + rows[3]["minutes"]), "of all that were searched"
+    assert rows[-1]["minutes"] == pytest.approx(rows[0]["minutes"] + rows[2]["minutes"]), "of all that were searched"
     page = tmp_path / "found.md"
     page.write_text('<!-- results study=algo,doubleadd rows="ood.*best" -->\n<!-- end of results -->\n')
     assert in_process("results", tmp_path / "sweep", "--write", page).code == 0
@@ -183,8 +185,8 @@ def test_cells_as_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folder = trained(tmp_path / "sweep", {(8, 1): [1, 0.5], (8, 2): [0, 0], (9, 1): [1, 1], (9, 2): [0.25, 0.5]})
     rows = results.record(folder)["rows"]
     assert [(row["name"], row["paper"], row["mean"], row["trials"]) for row in rows] == [
-        ("SMFR, 4 of the grid's 240 cells, OOD accuracy", "0.205", 4.25 / 8, 8),
-        ("SMFR, 4 of the grid's 240 cells, share at 1.0", "0.104 (25 of 240)", 3 / 8, 8),
+        ("SMFR, 4 of the grid's 240 cells, OOD accuracy", "-", 4.25 / 8, 8),
+        ("SMFR, 4 of the grid's 240 cells, share at 1.0", "-", 3 / 8, 8),
         ("SMFR_softmax, depth 1, width >= 8, share at 1.0", "0.75 (9 of 12)", 3 / 4, 4),
         ("plain split, softmax, depth 1, width 9, 1 layers", "1.0", 1.0, 2),
         ("plain split, softmax, depth 1, width 8, 1 layers", "1.0", 0.75, 2),
@@ -283,6 +285,50 @@ def test_the_page_of_this_project_is_made_from_its_records() -> None:
     text, homeless = results.filled(page.read_text(), results.read_records(page))
     assert text == page.read_text(), "run: fastmod results --write docs/results.md"
     assert not homeless
+
+
+def test_a_commit_that_nobody_has_is_marked(runs: list[Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs[0], run)
+    config = json.loads((run / "config.json").read_text())
+    here = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for commit, shown_as in (
+        (here.stdout.strip(), f"commit {here.stdout[:12]};"),
+        ("0123456789abcdef" * 2 + "01234567 with changes", "commit 0123456789ab + (not in the repository);"),
+    ):
+        config["versions"]["commit"] = commit
+        (run / "config.json").write_text(json.dumps(config))
+        assert shown_as in results.tables_of(results.record(run))[0]
+
+
+def test_a_sweep_writes_the_usual_measures(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "sweep", {(8, 1): [1, 0.5], (8, 2): [0, 0], (9, 1): [1, 1], (9, 2): [0.25, 0.5]})
+    names = [row["name"] for row in results.record(folder)["rows"]]
+    assert any("ood_accuracy, layers=1" in name for name in names) and not any("gate_0" in name for name in names)
+    assert tables.usual(["loss", "architecture.width", "gate_0", "accuracy"]) == ["accuracy"]
+
+
+@pytest.mark.parametrize(("study", "model"), [("mask-cifar", "CNN"), ("mask-stability", "CNN")])
+def test_some_of_the_images_are_not_the_papers_setting(study: str, model: str) -> None:
+    found = registry.get(study)
+    config = changed(found.defaults, {"paper": True})
+    few, all_of_them = ({"images": f"{n} training and 10000 test images"} for n in (10_000, 50_000))
+    assert found.setting_of(config, model, [all_of_them]) == "the paper's setting"
+    lacks = "10000 training and 10000 test images (50000 and 10000)"
+    assert found.setting_of(config, model, [few, few]) == f"not the paper's setting: {lacks}"
+    other = found.setting_of(found.defaults, model, [few])
+    assert other.startswith("not the paper's setting: steps") and other.endswith(f", {lacks}")
+    svhn = registry.get("resmix-cifar")
+    config = changed(svhn.defaults, {"paper": True, "dataset": "svhn"})
+    assert svhn.setting_of(config, "ResNet50", [few]).startswith("not the paper's setting: 10000 training")
+    tasks = registry.get("comp-multitask")
+    paper = changed(tasks.defaults, {"paper": True})
+    assert tasks.setting_of(paper, "mixture", [{}]) == "not the paper's setting: not the paper's data"
+
+
+def test_a_finished_run_says_what_it_lacked(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(registry.get("doubleadd")), "shortfall", lambda *_: "half of the digits")
+    assert all("half of the digits" in row["setting"] for row in results.record(runs[0])["rows"])
 
 
 def test_seeds() -> None:

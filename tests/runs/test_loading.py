@@ -99,6 +99,8 @@ def test_masks(tmp_path: Path) -> None:
     assert done.code == 0, done.text
     (export,) = loading.export(RunFolder(tmp_path / "run"))
     assert list(export.masks) == ["add", "mul"]
+    trial = fastmod.runs.load_trial(tmp_path / "run")
+    assert trial.finished and list(trial.masks()) == ["add", "mul"], "the last one's too"
     model = fastmod.runs.load(export.folder)
     result = json.loads((tmp_path / "run" / "result.json").read_text())["trials"][0]["result"]
     for task in export.masks:
@@ -106,3 +108,4 @@ def test_masks(tmp_path: Path) -> None:
         assert {name: int(mask.sum()) for name, mask in masks.items()} == {
             name: count for name, count in result["kept"][task].items() if name != "total"
         }
+        assert all(torch.equal(mask, masks[name]) for name, mask in trial.masks()[task].items())

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastmod.runs import command, tables
 from fastmod.runs import sweep as sweeps
-from fastmod.runs.config import StudyError
+from fastmod.runs.config import StudyError, changed, chosen
 from fastmod.runs.folder import Plan, RunFolder
 from fastmod.runs.study import Record
 from fastmod.runs.sweep import Cell, grid_of
@@ -22,6 +23,7 @@ from fastmod.studies import registry
 from fastmod.studies.blocks.doubleadd import DoubleAdd
 from tests.helpers.study_commands import Finished, fastmod, in_process, refused
 from tests.helpers.study_hooks import Hook, forked_jobs, kill, ticks
+from tests.helpers.study_runs import digits
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks and signals")
 SIZES = ("batch=4", "chunk=2", "hidden=4", "layers=1", "fnn_width=6", "fnn_depth=1", "evaluate_every=4")
@@ -87,6 +89,74 @@ def test_refused_before_anything_is_there(tmp_path: Path, args: list[str], words
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.parametrize("study", ["addmul", "mask-addmul", "mask-scan", "mask-cifar", "resmix-cifar", "comp-adapt"])
+def test_best_of_no_measure_is_refused_before_training(
+    tmp_path: Path, study: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(registry.get(study)), "prepare", lambda *_: None)
+    args = ["sweep", study, "--grid", "lr=0.1,0.2", "--best", "2", "--out", tmp_path / "sweep"]
+    refused(in_process(*args), f"--best: none of {study}'s measures", "--by MEASURE")
+    assert not (tmp_path / "sweep").exists()
+
+
+#: Study -> a model and settings of a small trial.
+CRITERIA: dict[str, tuple[str, dict[str, Any]]] = {
+    "algo": ("FNN", {"batch": 4, "chunk": 2, "fnn_width": 4}),
+    "doubleadd": ("FNN", {"batch": 4, "chunk": 2, "fnn_width": 4}),
+    "bpmnist": ("FNN", {"batch": 4, "chunk": 2, "fnn_width": 4, "verify": False}),
+    "resmix-pentomino": ("ResNet26", {"images": 4, "batch": 4, "valid_images": 4, "test_images": 4, "epochs": 1}),
+    "resmix-parity": ("ResNet26", {"images": 4, "batch": 4, "valid_images": 4, "test_images": 4, "epochs": 1,
+                                   "verify": False}),
+    "comp-single": ("cyclic", {"dataset": "fashion", "colours": 1, "side": 28, "batch": 4, "test_images": 4}),
+    "comp-multitask": ("trunk", {"datasets": ("mnist",), "domains": ("original",), "batch": 4, "test_images": 4,
+                                 "layers": 2, "verify": False}),
+}  # fmt: skip
+
+
+def test_every_study_with_a_criterion_is_among_these() -> None:
+    assert {name for name in registry.names() if registry.get(name).criterion} == CRITERIA.keys()
+
+
+@pytest.mark.parametrize("study", CRITERIA)
+def test_the_criterion_is_among_the_results(study: str, tmp_path: Path) -> None:
+    model, settings = CRITERIA[study]
+    found = registry.get(study)
+    if study in ("bpmnist", "resmix-parity", "comp-single", "comp-multitask"):
+        for name in ("mnist", "fashion_mnist"):
+            digits(tmp_path / name)
+        settings = {**settings, "data": str(tmp_path / ("" if study.startswith("comp") else "mnist"))}
+    trial = found.trial(changed(found.defaults, settings), model, 0, torch.device("cpu"))
+    result = trial.result(trial.metrics())
+    assert found.criterion in sweeps.numbers(result)
+
+
+@pytest.mark.parametrize(
+    ("study", "model", "settings", "idle", "read"),
+    [("doubleadd", "SMFR_softmax", {"depth": 0}, {"width": 3}, {"layers": 2}),
+     ("doubleadd", "SMFR_softmax", {}, {"fnn_width": 3}, {"width": 3}),
+     ("doubleadd", "SMFR_softmax", {"penalty": "off"}, {"penalty_threshold": 3}, {"penalty": "sum"}),
+     ("doubleadd", "FNN", {}, {"width": 3}, {"fnn_width": 3}),
+     ("algo", "FNN", {"grid": True}, {"fnn_width": 3}, {"lr": 0.5}),
+     ("bpmnist", "SMFR_large", {}, {"hidden": 3}, {"fnn_width": 3}),
+     ("mask-addmul", "LSTM", {}, {"hidden": "3"}, {"units": 3}),
+     ("mask-doubleadd", "LSTM", {}, {"hidden": "3"}, {"beta_lstm": 0.5}),
+     ("mask-scan", "LSTM", {}, {"beta_transformer": 0.5}, {"units": 3}),
+     ("mask-beta", "FNN", {}, {"beta": 0.5}, {"betas": "0.5"}),
+     ("mask-cifar", "CNN", {}, {"depth": 8}, {"beta": 0.5})],
+)  # fmt: skip
+def test_settings_that_a_model_does_not_read(
+    study: str, model: str, settings: dict[str, Any], idle: dict[str, Any], read: dict[str, Any]
+) -> None:
+    found = registry.get(study)
+    config = changed(found.defaults, settings)
+    same, other = (found.effective(changed(config, more), model) for more in (idle, read))
+    assert same == found.effective(config, model) != other
+    assert found.effective(chosen(config, read), model) == other, "whether it was typed or not"
+    assert found.effective(chosen(config, idle), model) == same or settings.get("grid"), (
+        "drawn, but typed"
+    )
+
+
 # ---- a sweep and its files
 
 
@@ -142,7 +212,8 @@ def test_tables(done: tuple[Path, str]) -> None:
             assert float(line["mean"]) == pytest.approx(sum(some) / 3) and line["trials"] == "3"
             assert float(line["standard_error"]) == pytest.approx(statistics.stdev(some) / math.sqrt(3))
             assert (float(line["lowest"]), float(line["highest"])) == (min(some), max(some))
-        best = sorted(trials, key=lambda trial: -trial["accuracy"])[:5]
+        once = [trial for trial in trials if (trial["width"], trial["depth"]) != (3, 0)]  # no width without a depth
+        best = sorted(once, key=lambda trial: -trial["accuracy"])[:5]
         line = lines["best 5 by accuracy", "", "", measure]
         assert float(line["mean"]) == pytest.approx(sum(t[measure] for t in best) / 5) and line["trials"] == "5"
     assert "best 5 by" in out and str(folder / "cells.csv") in out and (folder / "figure.png").exists()
@@ -158,6 +229,19 @@ def test_parquet_is_the_csv(done: tuple[Path, str]) -> None:
             for line in parquet.read_table(folder / f"{stem}.parquet").to_pylist()
         ]
         assert as_text == read(folder / f"{stem}.csv")
+
+
+def test_words_among_numbers_in_parquet(tmp_path: Path) -> None:
+    """As of a sweep over beta=auto,1e-4."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = [{"beta": "auto", "x": 1}, {"beta": 1e-4, "x": 2.5}, {"beta": None, "x": None}]
+    tables.write_parquet(tmp_path / "x.parquet", lines)
+    found = parquet.read_table(tmp_path / "x.parquet").to_pylist()
+    assert [line["beta"] for line in found] == ["auto", "0.0001", None] and [line["x"] for line in found] == [
+        1,
+        2.5,
+        None,
+    ]
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +300,10 @@ def test_another_choice_of_the_best(done: tuple[Path, str], tmp_path: Path) -> N
     again = sweep("--resume", tmp_path / "sweep", "--best", "2", "--by", "loss", "--measure", "loss")
     assert again.code == 0 and "best 2 by" in again.out, again.text
     best = [line for line in read(tmp_path / "sweep" / "cells.csv") if line["kind"] == "best 2 by loss"]
-    losses = sorted(float(trial["loss"]) for trial in read(tmp_path / "sweep" / "trials.csv"))
+    trials = [
+        trial for trial in read(tmp_path / "sweep" / "trials.csv") if (trial["width"], trial["depth"]) != ("3", "0")
+    ]
+    losses = sorted(float(trial["loss"]) for trial in trials)
     (line,) = [line for line in best if line["measure"] == "loss"]
     assert float(line["mean"]) == pytest.approx(sum(losses[:2]) / 2), "of a loss the lowest are the best"
 

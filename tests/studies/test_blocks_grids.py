@@ -119,6 +119,14 @@ def test_table_6_from_trials() -> None:
     config = changed(doubleadd.DoubleAddConfig(), {"grid": "true"})
     rows = {row.name: row for row in doubleadd.DoubleAdd().table(Outcome(config, records, []))}
     assert rows["SMFR, 4 of the grid's 240 cells, OOD accuracy"].mean == 0.5
+    assert rows["SMFR, 4 of the grid's 240 cells, OOD accuracy"].paper == "-", "the paper's is of all cells"
+    cells = [{"width": w, "depth": d, "layers": n, "alternate_split": a}
+             for w in range(1, 11) for d in (0, 1, 2) for n in (1, 2) for a in (False, True)]  # fmt: skip
+    every = [Record(f"SMFR_{mode}", seed, 100, 60.0, 5, {"ood_accuracy": 0.5, "architecture": cell})
+             for mode in ("softmax", "gumbel") for seed, cell in enumerate(cells)]  # fmt: skip
+    whole = {row.name: row.paper for row in doubleadd.DoubleAdd().table(Outcome(config, every, []))}
+    assert whole["SMFR, all of the grid's 240 cells, OOD accuracy"] == "0.205"
+    assert whole["SMFR, all of the grid's 240 cells, share at 1.0"] == "0.104 (25 of 240)"
     assert rows["SMFR, 4 of the grid's 240 cells, share at 1.0"].mean == 0.25
     assert rows["SMFR_softmax, depth 1, width >= 8, share at 1.0"].mean == 0.5
     assert rows["SMFR_gumbel, depth 1, width >= 8, share at 1.0"].paper == "0.33 (4 of 12)"

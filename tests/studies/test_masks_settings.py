@@ -106,7 +106,9 @@ def test_presets_are_what_the_paper_prints(name: str) -> None:
     for model, printed in PRINTED[name].items():
         trained = study.config_of(config, model)
         assert {key: getattr(trained, key) for key in printed} == printed, model
-        assert study.setting(config, model) == "the paper's setting"
+        size = {("mask-doubleadd", "FNN"): (800,) * 4, ("mask-beta", "FNN_small"): (400, 400, 200)}.get((name, model))
+        apart = f"not the paper's setting: hidden {size} ({(2000,) * 4})"  # C.4 and Figure 8
+        assert study.setting(config, model) == ("the paper's setting" if size is None else apart)
         assert study.setting(study.defaults, model).startswith("not the paper's setting: ")
 
 
@@ -116,6 +118,28 @@ def test_what_is_set_beside_the_preset_stays() -> None:
     trained = study.config_of(config, "FNN_large")
     assert (trained.steps, trained.mask_steps, trained.mask_lr) == (20_000, 10_000, 1e-2)
     assert study.setting(config, "FNN_large") == "not the paper's setting: mask_steps 10000 (20000)"
+
+
+def test_a_net_as_large_as_the_papers_is_the_papers() -> None:
+    study = registry.get("mask-doubleadd")
+    config = changed(study.defaults, {"paper": "true", "hidden": "2000,2000,2000,2000"})
+    assert study.setting(config, "FNN") == study.setting(config, "FNN_large") == "the paper's setting"
+    other = study.setting(changed(config, {"hidden": "800,800"}), "FNN_large")
+    assert other == f"not the paper's setting: hidden (800, 800) ({(2000,) * 4})"
+    assert study.setting(config, "LSTM").startswith("not the paper's setting: hidden") is False
+
+
+def test_the_ratio_of_figure_11_stands_beside_its_nets() -> None:
+    found = {}
+    for model in addmul.MaskAddMul.models:
+        config = changed(addmul.MaskAddMul.defaults, {**TINY, "hidden": "4", "units": "4", "lstm_layers": 1})
+        torch.manual_seed(0)
+        trial = addmul.MaskAddMul().trial(config, model, 0, CPU)
+        while not trial.finished:
+            trial.chunk()
+        rows = addmul.MaskAddMul().table(Outcome(config, [record_of(trial, model, trial.metrics())], []))
+        (found[model],) = (row.paper for row in rows if row.name.endswith("weights of mul / weights of add"))
+    assert found == {"FNN_small": "-", "FNN": "-", "LSTM": "3.8", "FNN_large": "3.8", "FNN_huge": "-"}
 
 
 # ---- the net under masks is frozen

@@ -11,6 +11,7 @@ measured, and preparation goes on from what was set aside.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -177,6 +178,7 @@ class AddMul(Study):
     }
     quick: ClassVar = {"steps": 500, "interference": 100, "thresholds": (0.2, 0.3)}
     grids: ClassVar = grids.named(grids.ADDMUL)
+    criterion = ""  # all that it measures is what it reports
     blocks = (("X", "Y", "task"), ("result",))
 
     _PRINTED: ClassVar = {
@@ -204,6 +206,9 @@ class AddMul(Study):
         "0.275 0.365 0.338",
         "0.365 0.489 0.449",
     )
+
+    def unused(self, config: AddMulConfig, model: str) -> Collection[str]:
+        return models.unused(config, model)
 
     def trial(self, config: AddMulConfig, model: str, seed: int, device: torch.device) -> AddMulTrial:
         return AddMulTrial(self.config_of(config, model), model, seed, device)

@@ -7,6 +7,7 @@ which the task block names. The five output blocks are fed back, with a new task
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -154,6 +155,10 @@ class Algo(Study):
     _NOISY: ClassVar = {
         "SMFR": "better than the FNN on average, 1.0 in 1 of 30 trials", "FNN": "as without noise",
     }  # fmt: skip
+
+    def unused(self, config: AlgoConfig, model: str) -> Collection[str]:
+        drawn = self.grids.get(model.partition("_")[0].lower(), {}) if config.grid else {}
+        return {*models.unused(config, model), *({*drawn} - {*(config.typed or ())})}
 
     def trial(self, config: AlgoConfig, model: str, seed: int, device: torch.device) -> AlgoTrial:
         return AlgoTrial(self.config_of(config, model), model, seed, device)

@@ -7,6 +7,7 @@ all digits of the test images.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -215,6 +216,9 @@ class BPMNIST(Study):
 
     def prepare(self, config: BPMNISTConfig) -> None:
         _images(config.data, config.verify)
+
+    def unused(self, config: BPMNISTConfig, model: str) -> Collection[str]:
+        return {*models.unused(config, model), *([] if model == "SMFR_bias" else ["bias_steps"])}
 
     def trial(self, config: BPMNISTConfig, model: str, seed: int, device: torch.device) -> BPMNISTTrial:
         return BPMNISTTrial(self.config_of(config, model), model, seed, device)

@@ -90,6 +90,25 @@ def build(config: ModelConfig, name: str, in_blocks: int, out_blocks: int, block
     raise StudyError(f"unknown model {name!r}")
 
 
+_READ = {
+    "SMFR": ("width", "depth", "hidden", "layers", "penalty", "penalty_weight", "penalty_threshold"),
+    "FNN": ("fnn_width", "fnn_depth"),
+    "Transformer": ("heads", "inner", "transformer_layers"),
+}  # fmt: skip
+
+
+def unused(config: ModelConfig, name: str) -> set[str]:
+    """Settings that the model of this name does not read."""
+    read = {*_READ[name.partition("_")[0]]}
+    if name == "SMFR_large":
+        read = read - {"hidden", "layers"} | {*_READ["FNN"]}
+    if config.depth == 0:  # no blocks between layers
+        read -= {"width"}
+    if config.penalty == "off":
+        read -= {"penalty_weight", "penalty_threshold"}
+    return {setting for settings in _READ.values() for setting in settings} - read
+
+
 def mappable(model: nn.Module) -> bool:
     """Whether trials of it can train side by side: no Gumbel noise, which would not be that of each trial alone, and no
     attention, which torch.vmap takes copy by copy on a CPU."""

@@ -221,7 +221,7 @@ class AdaptTrial(StagedTrial):
         assert self.opponents_optimizer is not None
         self.opponents_optimizer.zero_grad()
         loss.backward()
-        parallel.team.average(self.opponents_optimizer)
+        parallel.processes.average(self.opponents_optimizer)
         self.opponents_optimizer.step()
 
     def _rate(self, ends: tuple[float, float]) -> None:
@@ -270,6 +270,7 @@ class CompAdapt(Study):
     models = tuple(TITLES)
     default_models = models
     default_seeds = "1"
+    criterion = ""  # test images alone are measured
     defaults = AdaptConfig()
     quick: ClassVar[dict[str, Any]] = {
         "steps": 20, "adapt_steps": 10, "evaluate_every": 10, "batch": 4, "layers": 4, "templates": 2,

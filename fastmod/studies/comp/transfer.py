@@ -192,6 +192,7 @@ class CompTransfer(Study):
     models = tuple(TITLES)
     default_models = models
     default_seeds = "0"
+    criterion = ""  # test images alone are measured
     defaults = TransferConfig()
     quick: ClassVar[dict[str, Any]] = {
         "steps": 20, "tune_steps": 10, "evaluate_every": 10, "batch": 4, "layers": 3, "templates": 3,
@@ -210,6 +211,9 @@ class CompTransfer(Study):
     def prepare(self, config: TransferConfig) -> None:
         for dataset in dict.fromkeys(["mnist", "usps", *(split(name)[0] for name in (*config.known, config.new))]):
             sources.read(dataset, config.place)
+
+    def shortfall(self, config: TransferConfig, result: Mapping[str, Any]) -> str:
+        return "not the paper's data"
 
     def trial(self, config: TransferConfig, model: str, seed: int, device: torch.device) -> StagedTrial:
         kind = DigitsTrial if model == "digits" else TransferTrial

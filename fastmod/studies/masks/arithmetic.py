@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmod.models import LSTM, MLP
-from fastmod.runs.config import StudyError
-from fastmod.studies.masks.settings import MaskConfig
+from fastmod.runs.config import StudyError, changed
+from fastmod.studies.masks.settings import MaskConfig, MaskStudy
 from fastmod.tasks.arithmetic import DIGIT, LIMIT
 
 HIDDEN: Mapping[str, tuple[int, ...]] = {
@@ -28,6 +28,8 @@ PAPER: Mapping[str, Any] = {
     "mask_steps": 20_000, "mask_batch": None, "mask_lr": 1e-2, "mask_lr_end": 1.0, "mask_init": 2.0, "samples": 4,
     "hidden": None, "init_scale": 1.0, "units": 256, "lstm_layers": 2, "lstm_init": "xavier", "time_steps": 3,
 }  # fmt: skip
+_OF_FNNS, _OF_LSTMS = ("hidden", "init_scale"), ("units", "lstm_layers", "lstm_init", "time_steps")
+READ: Mapping[str, tuple[str, ...]] = {"FNN": _OF_FNNS, "LSTM": _OF_LSTMS}
 SPARSE = 7  # in the course of training, accuracy is taken on every seventh pair of numbers
 ROWS = 2500  # evaluated at once
 
@@ -74,6 +76,22 @@ class ArithmeticConfig(MaskConfig):
             return LSTM(inputs, self.units, outputs, self.lstm_layers, xavier=self.lstm_init == "xavier")
         hidden = HIDDEN[name] if self.hidden is None else self.hidden
         return MLP((inputs, *hidden, outputs), init_scale=self.init_scale)
+
+
+class ArithmeticStudy(MaskStudy):
+    """FNNs are held against the sizes that the paper prints for the task, whatever their names stand for."""
+
+    read = READ
+    #: Model -> the paper's hidden layers, where they are not those of its name.
+    printed_hidden: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+
+    def printed_of(self, config: Any, model: str) -> Mapping[str, Any]:
+        printed = super().printed_of(config, model)
+        return {**printed, "hidden": self.printed_hidden.get(model, HIDDEN[model])} if model in HIDDEN else printed
+
+    def as_trained(self, config: Any, model: str) -> Any:
+        trained = super().as_trained(config, model)
+        return changed(trained, {"hidden": HIDDEN[model]}) if model in HIDDEN and trained.hidden is None else trained
 
 
 def digit_loss(scores: Tensor, digits: Tensor) -> Tensor:

@@ -87,6 +87,15 @@ def read(config: MaskCifarConfig) -> CIFAR10:
     return _images(config.data)
 
 
+_WHOLE = "50000 training and 10000 test images"
+
+
+def shortfall(result: Mapping[str, Any]) -> str:
+    """What was not there of CIFAR-10's images."""
+    images = result.get("images", _WHOLE)
+    return "" if images == _WHOLE else f"{images} (50000 and 10000)"
+
+
 class MaskCifarTrial(masking.MaskTrial):
     config: MaskCifarConfig
 
@@ -213,6 +222,7 @@ class MaskCifar(settings.MaskStudy):
     default_models = ("CNN", "CNN_dropout")
     default_seeds = "0"
     defaults = MaskCifarConfig()
+    read: ClassVar = {"CNN": ("channels",), "ResNet110": ("depth",)}
     presets = PAPER
     quick: ClassVar = {
         "steps": 200, "mask_steps": 100, "evaluate_every": 100, "removed": ("airplane", "cat"),
@@ -228,6 +238,9 @@ class MaskCifar(settings.MaskStudy):
     def prepare(self, config: MaskCifarConfig) -> None:
         read(config)
 
+    def shortfall(self, config: MaskCifarConfig, result: Mapping[str, Any]) -> str:
+        return shortfall(result)
+
     def trial(self, config: MaskCifarConfig, model: str, seed: int, device: torch.device) -> MaskCifarTrial:
         return MaskCifarTrial(self.config_of(config, model), model, seed, device)
 
@@ -236,7 +249,8 @@ class MaskCifar(settings.MaskStudy):
         for model in outcome.models():
             lines: list[tuple[str, str, Callable[[dict[str, Any]], float | None]]]
             first = outcome.of(model)[0]
-            note = f"{first.result['images']} (paper: 50000); {self.setting(outcome.config, model)}"
+            results = [record.result for record in outcome.of(model)]
+            note = f"{first.result['images']}; {self.setting_of(outcome.config, model, results)}"
             printed = "0.93" if model == "ResNet110" else "-"
             lines = [
                 ("test, no mask", printed, lambda r: r["accuracy"][ALL]),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.runs.study import Outcome, Row
-from fastmod.studies.masks import arithmetic, figures, masking, settings, tables
+from fastmod.studies.masks import arithmetic, figures, masking, tables
 from fastmod.studies.masks.arithmetic import ROWS, SPARSE
 from fastmod.tasks.arithmetic import LIMIT, digits_of, one_hot_digits
 
@@ -114,7 +114,7 @@ class MaskDoubleAddTrial(masking.MaskTrial):
         return {name: torch.cat(found).float().mean().item() for name, found in right.items()}
 
 
-class MaskDoubleAdd(settings.MaskStudy):
+class MaskDoubleAdd(arithmetic.ArithmeticStudy):
     name = "mask-doubleadd"
     title = "Double addition under weight masks: the same weights for the same function?"
     paper = "Weight masks, section 3.2 and C.4, Figures 2, 13 and 14"
@@ -128,6 +128,7 @@ class MaskDoubleAdd(settings.MaskStudy):
         "LSTM": {**arithmetic.PAPER, "beta": 1e-4},
         "LSTM_apart": {**arithmetic.PAPER, "beta": 1e-4},
     }
+    printed_hidden: ClassVar = {"FNN": (2000,) * 4}  # C.4 has C.3's net
     quick: ClassVar = {"steps": 1000, "mask_steps": 500, "evaluate_every": 500, "hidden": (200, 200), "units": 64}
 
     def trial(self, config: MaskDoubleAddConfig, model: str, seed: int, device: torch.device) -> MaskDoubleAddTrial:

@@ -193,12 +193,15 @@ class MaskTrial(Trial):
         return measures.settle(self.config.betas, self.extra["original"], dict(self.extra["tried"]))
 
     def masks(self) -> dict[str, Masks]:
-        """Task -> its mask, of the stages that are over."""
+        """Task -> its mask, of the stages that are over; the last one's too, when all steps are done."""
         shapes = {name: list(parameter.shape) for name, parameter in self.model.named_parameters()}
-        return {
+        found = {
             task: {name: unpack(bits, shapes[name]).to(self.device) for name, bits in mask.items()}
             for task, mask in self.extra["masks"].items()
         }
+        if self.finished and self.masked is not None and self.task is not None and self.task not in found:
+            found[self.task] = self.masked.hard_masks()
+        return found
 
     # ---- training
 

@@ -226,6 +226,7 @@ class MaskPermutedMNIST(settings.MaskStudy):
     default_seeds = "0"
     defaults = MaskPermutedConfig()
     presets: ClassVar = {"FNN": PAPER, "FNN_reuse": PAPER, "FNN_reuse_more": PAPER}
+    read: ClassVar = {"-": ("mask_steps",)}  # nobody
     quick: ClassVar = {"steps": 200, "evaluate_every": 100, "tasks": 3, "hidden": (200, 200, 64)}
 
     def prepare(self, config: MaskPermutedConfig) -> None:

@@ -207,6 +207,9 @@ class MaskScan(settings.MaskStudy):
     default_models = ("LSTM", "Transformer")
     default_seeds = "0"
     defaults = MaskScanConfig()
+    read: ClassVar = {
+        "LSTM": ("embedding", "units", "lstm_layers", "forcing"), "Transformer": ("width", "inner", "heads", "layers"),
+    }  # fmt: skip
     presets: ClassVar = {**PAPER, **{f"{model}_direct": settings for model, settings in PAPER.items()}}
     quick: ClassVar = {
         "steps": 200, "mask_steps": 100, "evaluate_every": 100, "splits": (ALL, "jump"), "units": 32, "batch": 64,

@@ -7,6 +7,7 @@ multiplication, which tell what would be called shared under it.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fastmod.runs.config import StudyError
 from fastmod.runs.study import Outcome, Row
-from fastmod.studies.masks import addmul, arithmetic, figures, settings, tables
+from fastmod.studies.masks import addmul, arithmetic, figures, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,7 +75,7 @@ class MaskBetaTrial(addmul.MaskAddMulTrial):
         return {**found, "sensitivity": sensitivity}
 
 
-class MaskBeta(settings.MaskStudy):
+class MaskBeta(arithmetic.ArithmeticStudy):
     name = "mask-beta"
     title = "Addition and multiplication under masks of several betas: does the choice matter?"
     paper = "Weight masks, C.2, Figure 8"
@@ -83,9 +84,13 @@ class MaskBeta(settings.MaskStudy):
     default_seeds = "0"
     defaults = MaskBetaConfig()
     presets: ClassVar = {model: {**arithmetic.PAPER} for model in models}
+    printed_hidden: ClassVar = {"FNN_small": (2000,) * 4}  # Figure 8 has 2000 and 800
     quick: ClassVar = {
         "steps": 500, "mask_steps": 250, "evaluate_every": 250, "hidden": (100, 100), "betas": (1e-4, 1e-3),
     }  # fmt: skip
+
+    def unused(self, config: MaskBetaConfig, model: str) -> Collection[str]:
+        return {*super().unused(config, model), "beta"} - {"betas"}
 
     def trial(self, config: MaskBetaConfig, model: str, seed: int, device: torch.device) -> MaskBetaTrial:
         return MaskBetaTrial(self.config_of(config, model), model, seed, device)

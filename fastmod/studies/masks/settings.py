@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from fastmod.runs.config import Config, StudyError, changed
 from fastmod.runs.study import Outcome, Study
@@ -85,6 +85,15 @@ class MaskStudy(Study):
         left = {key for key in self.presets[model] if getattr(config, key) == getattr(self.defaults, key)}
         return changed(config, {key: self.presets[model][key] for key in left})
 
+    criterion = ""  # all that it measures is what it reports
+    #: Kind of net -> the settings that it reads and others do not.
+    read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def unused(self, config: Any, model: str) -> Collection[str]:
+        own = self.read.get(model.partition("_")[0], ())
+        others = {name for names in self.read.values() for name in names} - {*own}
+        return others if config.auto else {*others, "betas"}
+
     def is_own(self, setting: str) -> bool:
         base, _, kind = setting.rpartition("_")
         kinds = {model.partition("_")[0].lower() for model in self.models}
@@ -93,4 +102,5 @@ class MaskStudy(Study):
     def note(self, outcome: Outcome, model: str) -> str:
         """For the rows of a model."""
         weights = outcome.of(model)[0].result["weights"]["total"]
-        return f"{weights:,} masked weights; {self.setting(outcome.config, model)}"
+        setting = self.setting_of(outcome.config, model, [record.result for record in outcome.of(model)])
+        return f"{weights:,} masked weights; {setting}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -85,6 +85,9 @@ class MaskStability(settings.MaskStudy):
     def prepare(self, config: MaskStabilityConfig) -> None:
         cifar.read(config)
 
+    def shortfall(self, config: MaskStabilityConfig, result: Mapping[str, Any]) -> str:
+        return cifar.shortfall(result)
+
     def trial(self, config: MaskStabilityConfig, model: str, seed: int, device: torch.device) -> MaskStabilityTrial:
         return MaskStabilityTrial(self.config_of(config, model), model, seed, device)
 
@@ -92,7 +95,7 @@ class MaskStability(settings.MaskStudy):
         rows = []
         for model in outcome.models():
             records = outcome.of(model)
-            note = f"{records[0].result['images']} (paper: 50000); {self.note(outcome, model)}"
+            note = f"{records[0].result['images']}; {self.note(outcome, model)}"
             totals = [share["total"] for record in records for share in record.result["iou"].values()]
             every = [total for total in totals if total is not None]
             minutes = sum(record.seconds for record in records) / 60

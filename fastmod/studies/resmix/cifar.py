@@ -30,13 +30,14 @@ class _DataSet:
     rate: float
     moved: bool  # crops and flips
     epochs: int  # the paper's
+    images: str = "50000 training and 10000 test images"  # all there are
 
 
 #: The paper prints the rate of SVHN alone; for CIFAR it tried five.
 DATASETS = {
     "cifar10": _DataSet("CIFAR-10", load_cifar10, cifar.CLASSES, 0.1, True, 200),
     "cifar100": _DataSet("CIFAR-100", load_cifar100, tuple(map(str, range(cifar.FINE_CLASSES))), 0.1, True, 200),
-    "svhn": _DataSet("SVHN", load_svhn, svhn.CLASSES, 0.01, False, 40),
+    "svhn": _DataSet("SVHN", load_svhn, svhn.CLASSES, 0.01, False, 40, "73257 training and 26032 test images"),
 }
 
 
@@ -85,6 +86,7 @@ class ResMixCifar(Study):
     models = ("ResMixNet_3_5", "ResNet50", "ResNet26")
     default_models = ("ResMixNet_3_5", "ResNet50")
     default_seeds = "0"
+    criterion = ""  # test images alone are measured
     defaults = ResMixCifarConfig()
     quick: ClassVar = {"steps": 20}
 
@@ -103,6 +105,14 @@ class ResMixCifar(Study):
 
     def preset_of(self, config: ResMixCifarConfig, model: str) -> Mapping[str, Any]:
         return {"epochs": DATASETS[config.dataset].epochs}
+
+    def printed_of(self, config: ResMixCifarConfig, model: str) -> Mapping[str, Any]:
+        return {**self.preset_of(config, model), "dataset": config.dataset}  # it has all of them
+
+    def shortfall(self, config: ResMixCifarConfig, result: Mapping[str, Any]) -> str:
+        whole = DATASETS[config.dataset].images
+        images = result.get("images", whole)
+        return "" if images == whole else f"{images} of {whole}"
 
     def trial(self, config: ResMixCifarConfig, model: str, seed: int, device: torch.device) -> ResMixCifarTrial:
         config = self.config_of(config, model)

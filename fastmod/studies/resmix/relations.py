@@ -50,6 +50,7 @@ class RelationStudy(Study):
 
     models = ("ResMixNet_4_1", "ResMixNet_2_2", "ResNet26", "ResNet50", "ResNet152", "VGG19_BN")
     default_seeds = "0"
+    criterion = "error_valid"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {model: {"epochs": PAPER_EPOCHS} for model in models}
     quick: ClassVar = {"epochs": 2, "images": 640, "valid_images": 250, "test_images": 250}
     #: Model -> the rate that the paper's Table 4 prints.
