@@ -1,9 +1,9 @@
 """One trial on several processes: ``torchrun --nproc-per-node N -m fastmod study ...``.
 
-Every process holds the whole model and makes the whole batch, from the same seed, and trains on its part of it; the
-gradients are averaged before each step. So N processes do what one does with the same batch, to rounding, where the
-loss is a mean over the batch and the model draws no noise and normalises no batch: noise is each process's own, and
-statistics of a batch are those of its part, as in DistributedDataParallel. The first process alone writes.
+Every process holds the whole model, makes the whole batch from the same seed, and trains on its part of it; gradients
+are averaged before each step. So N processes compute what one computes with the same batch, up to rounding, if the loss
+is a mean over the batch and the model draws no noise and has no batch norm: noise differs between processes, and the
+statistics of a batch are those of a part, as in DistributedDataParallel. Only the first process writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -25,27 +24,27 @@ T = TypeVar("T")
 
 
 class Alone:
-    """A team of one, which has nobody to agree with."""
+    """A process group of one, which has nothing to agree on."""
 
     rank, size = 0, 1
 
     def part(self, batch: tuple[Tensor, ...], dims: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
-        """Of a step's batch, each tensor ``[B, ...]``: what this process trains on, ``[B / size, ...]``. ``dims``:
-        where B is, tensor by tensor; first in those that it says nothing of."""
+        """The part ``[B / size, ...]`` of a batch, tensors ``[B, ...]``, that this process trains on. ``dims``: the
+        position of B, tensor by tensor; the first where it says nothing."""
         return batch
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients, over all processes."""
+        """Average the gradients over all processes."""
 
     def mean(self, value: Tensor) -> Tensor:
         return value
 
     def noise(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, torch's generators are this process's own."""
+        """Inside, the generators of torch differ between processes."""
         return contextlib.nullcontext()
 
     def same(self, value: T) -> T:
-        """The first process's."""
+        """The value of the first process."""
         return value
 
     def same_buffers(self, model: nn.Module) -> None: ...
@@ -54,7 +53,7 @@ class Alone:
         return flag
 
 
-class Team(Alone):
+class Group(Alone):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -110,20 +109,20 @@ class Team(Alone):
         return bool(found)
 
 
-team: Alone = Alone()
+processes: Alone = Alone()
 
 
 def launched() -> bool:
-    """By torchrun, and not alone."""
+    """Whether torchrun started this process, and not alone."""
     return dist.is_available() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[Alone]:
-    """The team that torchrun made this process a part of; a team of one without it."""
-    global team
+    """The process group that torchrun started; without torchrun, a group of one."""
+    global processes
     if not launched():
-        yield team
+        yield processes
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -131,27 +130,13 @@ def joined() -> Iterator[Alone]:
     # gloo's threads: one that is still at work when the interpreter ends aborts the process.
     importlib.import_module("torch.distributed.nn")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    before, team = team, Team()
+    before, processes = processes, Group()
     try:
-        yield team
-        wait_for_all()
+        yield processes
+        dist.barrier()  # nobody hangs up while another is still reading
     finally:
-        team = before
+        processes = before
         dist.destroy_process_group()
-
-
-def wait_for_all() -> None:
-    """The last call before a group is let go: nobody hangs up while another is still reading.
-
-    In a thread of its own. After a backward, what a thread asks of gloo holds that thread's Python context
-    (torch.autograd.graph), which gloo's thread drops under the GIL. The destructor of the group waits for gloo's thread
-    and keeps the GIL: it would wait forever.
-    """
-    if dist.get_backend() == "nccl":  # a new thread has another current device
-        dist.barrier()
-        return
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(dist.barrier).result()
 
 
 def _device() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,14 +13,16 @@ import torch.distributed as dist
 # with it threads that may still be at work when the interpreter ends, which aborts the process.
 import torch.distributed.nn
 
-from fastmod.runs.parallel import wait_for_all
 
+def as_one_of_two(rank: int, folder: str, function: Callable[..., None], *arguments: Any) -> None:
+    """``function(rank, folder, *arguments)`` in one of two processes, for ``torch.multiprocessing.spawn``.
 
-@contextlib.contextmanager
-def one_of_two(rank: int, folder: str) -> Iterator[None]:
-    """Inside, this process is one of two that meet in a file of ``folder``."""
+    A function, not a `with`: a DistributedDataParallel dies with its frame, before the group is let go. Were it the
+    last to hold the group, its destructor would keep the GIL and wait for a thread of gloo's that waits for the GIL.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    yield
-    wait_for_all()
+    function(rank, folder, *arguments)
+    gc.collect()
+    dist.barrier()  # nobody hangs up while the other is still reading
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastmod.masks import MaskedModel
-from tests.helpers.processes import one_of_two
+from tests.helpers.processes import as_one_of_two
 
 
 def make() -> tuple[MaskedModel, Tensor]:
@@ -26,18 +26,17 @@ def backward(run: nn.Module, x: Tensor, rank: int) -> None:
 
 
 def worker(rank: int, folder: str) -> None:
-    with one_of_two(rank, folder):
-        masked, x = make()
-        run = DistributedDataParallel(masked)
-        for _ in range(2):  # the second finds fault with parameters that the first left out
-            masked.zero_grad()
-            backward(run, x, rank)
-        torch.save({name: p.grad for name, p in masked.named_parameters()}, f"{folder}/rank{rank}.pt")
+    masked, x = make()
+    run = DistributedDataParallel(masked)
+    for _ in range(2):  # the second finds fault with parameters that the first left out
+        masked.zero_grad()
+        backward(run, x, rank)
+    torch.save({name: p.grad for name, p in masked.named_parameters()}, f"{folder}/rank{rank}.pt")
 
 
 @pytest.mark.slow
 def test_gradients(tmp_path: Path) -> None:
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    mp.spawn(as_one_of_two, (str(tmp_path), worker), nprocs=2)
     each = []
     for rank in range(2):
         masked, x = make()

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from fastmod.nn import SMFR
-from tests.helpers.processes import one_of_two
+from tests.helpers.processes import as_one_of_two
 
 
 def make(mode: str) -> tuple[SMFR, torch.Tensor]:
@@ -27,16 +27,15 @@ def step(model: SMFR, run: torch.nn.Module, x: torch.Tensor) -> None:
 
 
 def worker(rank: int, folder: str, mode: str) -> None:
-    with one_of_two(rank, folder):
-        model, x = make(mode)
-        step(model, DistributedDataParallel(model), x[4 * rank : 4 * rank + 4])
-        torch.save(model.state_dict(), f"{folder}/rank{rank}.pt")
+    model, x = make(mode)
+    step(model, DistributedDataParallel(model), x[4 * rank : 4 * rank + 4])
+    torch.save(model.state_dict(), f"{folder}/rank{rank}.pt")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["softmax", "gumbel"])
 def test_step(tmp_path: Path, mode: str) -> None:
-    mp.spawn(worker, (str(tmp_path), mode), nprocs=2)
+    mp.spawn(as_one_of_two, (str(tmp_path), worker, mode), nprocs=2)
     model, x = make(mode)
     before = {name: p.clone() for name, p in model.state_dict().items()}
     step(model, model, x)

@@ -20,7 +20,7 @@ from fastmod.models import resnet
 from fastmod.models.plain_resmixnet import PlainGater
 from fastmod.nn import ExpertMixture, ExpertStack, Gater
 from tests.helpers.conv_backends import conv_backend as conv_backend
-from tests.helpers.processes import one_of_two
+from tests.helpers.processes import as_one_of_two
 from tests.helpers.surroundings import one_thread as one_thread
 
 
@@ -491,7 +491,7 @@ def step(mixture: ExpertMixture, run: nn.Module, x: Tensor) -> None:
 
 
 def worker(rank: int, folder: str, backend: str) -> None:
-    with one_of_two(rank, folder), fastmod.use_backend(backend):
+    with fastmod.use_backend(backend):
         mixture, x = make()
         run = DistributedDataParallel(mixture)
         step(mixture, run, x[4 * rank : 4 * rank + 4])
@@ -502,7 +502,7 @@ def worker(rank: int, folder: str, backend: str) -> None:
 
 @pytest.mark.slow
 def test_ddp(tmp_path: Path, conv_backend: str) -> None:
-    mp.spawn(worker, (str(tmp_path), conv_backend), nprocs=2)
+    mp.spawn(as_one_of_two, (str(tmp_path), worker, conv_backend), nprocs=2)
     mixture, x = make()
     step(mixture, mixture, x)
     for rank in range(2):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastmod
 from fastmod.models import IsometricNet, PlainIsometricNet, load_plain_isometric
 from tests.helpers.conv_backends import BACKENDS
-from tests.helpers.processes import one_of_two
+from tests.helpers.processes import as_one_of_two
 
 
 @pytest.fixture(params=BACKENDS)
@@ -276,17 +276,16 @@ def step(net: IsometricNet, run: nn.Module, x: Tensor, task: int) -> None:
 
 
 def worker(rank: int, folder: str) -> None:
-    with one_of_two(rank, folder):
-        net = make(tasks=2).eval()
-        run = DistributedDataParallel(net, broadcast_buffers=False)
-        for task in (rank, 1 - rank):  # the processes are at different tasks
-            step(net, run, images(4, 3, 16, 16), task)
-        torch.save(net.state_dict(), f"{folder}/rank{rank}.pt")
+    net = make(tasks=2).eval()
+    run = DistributedDataParallel(net, broadcast_buffers=False)
+    for task in (rank, 1 - rank):  # the processes are at different tasks
+        step(net, run, images(4, 3, 16, 16), task)
+    torch.save(net.state_dict(), f"{folder}/rank{rank}.pt")
 
 
 @pytest.mark.slow
 def test_ddp(tmp_path: Path) -> None:
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    mp.spawn(as_one_of_two, (str(tmp_path), worker), nprocs=2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     before = make(tasks=2).state_dict()
     for name, value in first.items():
