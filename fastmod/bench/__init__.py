@@ -1,4 +1,4 @@
-"""Benchmarks: contenders in turns on one clock, checked equal first, kept as JSON. ``fastmod bench`` is the command.
+"""Benchmarks: contenders are checked equal, then timed in turns, and kept as JSON. The command is ``fastmod bench``.
 
 The cases themselves are in the files ``bench/test_<op>.py`` of a checkout.
 """

@@ -1,6 +1,6 @@
-"""The layers once more in plain PyTorch, written as one would without fastmod: the baseline of every race.
+"""The layers in plain PyTorch, written as one would without fastmod: the baselines of every race.
 
-Parameters carry the names of ``fastmod.nn``, so that ``load_state_dict`` moves a model from one to the other.
+Parameters have the names of ``fastmod.nn``, so that ``load_state_dict`` moves a model from one to the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastmod.ops.sample_mask import WORDS, words_off
 
 
 def norm_conv(x: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
-    """Experts in a loop, as they are written: batch norm, ReLU, convolution."""
+    """Experts in a loop, as one writes them: batch norm, ReLU, convolution."""
     parts = []
     for image, kernel in zip(x.unbind(1), weight, strict=True):
         z = F.relu(F.batch_norm(image, None, None, training=True))
@@ -52,7 +52,7 @@ Drawn = tuple[Tensor, Tensor]
 
 
 def drawn_by_fastmod(logits: Tensor, samples: int, seed: int) -> Drawn:
-    """The noise and the masks that fastmod's contract gives for ``seed``: with equal noise two ways can be compared."""
+    """Noise and masks of fastmod for ``seed``: with equal noise, results can be compared."""
     shape = torch.Size((samples, *logits.shape))
     words = noise.words(torch.tensor(seed), shape, stream=noise.STREAM_MASK, device=logits.device) >> 9
     u = (words.double() + 0.5) / WORDS

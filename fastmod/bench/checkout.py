@@ -1,4 +1,4 @@
-"""What only a checkout has: the cases, the commit, the folder of the measurements."""
+"""What only a checkout has: the cases, the commit, the folder of measurements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _BESIDE = Path(__file__).resolve().parent.parent.parent
 
 
 class BenchError(Exception):
-    """What the user can mend, in one line."""
+    """An error that the user can fix, in one line."""
 
 
 def root() -> Path:
-    """The checkout that this fastmod is part of. Another one near by would have cases of other code."""
+    """The checkout that this fastmod is part of. The cases of another one nearby would belong to other code."""
     if not ((_BESIDE / "bench" / "__init__.py").is_file() and (_BESIDE / "pyproject.toml").is_file()):
         raise BenchError(
             "fastmod bench needs a checkout, for the cases in its bench/ folder; this fastmod is installed without one "
@@ -31,7 +31,7 @@ def root() -> Path:
 def _modules() -> list[ModuleType]:
     top = root()
     if str(top) not in sys.path:
-        sys.path.append(str(top))  # at its end: nothing else is hidden by it
+        sys.path.append(str(top))  # at the end, so that it shadows nothing else
     modules = [importlib.import_module(f"bench.{file.stem}") for file in sorted((top / "bench").glob("test_*.py"))]
     for module in modules:
         if top not in Path(module.__file__ or "").resolve().parents:
@@ -50,7 +50,7 @@ def smoke() -> list[Case]:
 
 
 def chosen(all_cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
-    """Those whose op or label contains one of the words; all of them without words."""
+    """The cases whose op or label contains one of the words; without words, all."""
     found = [case for case in all_cases if not words or any(w.lower() in case.name.lower() for w in words)]
     if not found:
         ops = ", ".join(dict.fromkeys(case.op for case in all_cases))
@@ -61,11 +61,11 @@ def chosen(all_cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
 def commit(top: Path) -> tuple[str, bool | None]:
     """The commit of the checkout and whether files differ from it; ``("unknown", None)`` without git.
 
-    docs/ is left out: it has no part in the speed, and every measurement that is saved there changes it.
+    docs/ is ignored: it does not affect speed, and every saved measurement changes it.
     """
     try:
         if Path(_git(top, "rev-parse", "--show-toplevel")).resolve() != top.resolve():
-            return "unknown", None  # an unpacked archive inside of somebody else's repository
+            return "unknown", None  # an unpacked archive inside another repository
         return _git(top, "rev-parse", "HEAD"), bool(_git(top, "status", "--porcelain", "--", ".", ":(exclude)docs"))
     except (OSError, subprocess.CalledProcessError):
         return "unknown", None

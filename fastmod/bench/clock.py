@@ -1,4 +1,4 @@
-"""The clock: results are compared first, then the contenders take turns. What does not match gets no figure."""
+"""The clock: results are compared first, then contenders take turns. If results differ, nothing is timed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """The better of the baselines over fastmod: above 1 fastmod wins."""
+        """Time of the better baseline over that of fastmod: above 1 fastmod wins."""
         if not self.times:
             return None
         return min(t.median for name, t in self.times.items() if name != "fastmod") / self.times["fastmod"].median
@@ -96,14 +96,14 @@ def interleaved(
 ) -> dict[str, Times]:
     """Quartiles of the seconds per step.
 
-    The contenders take short turns in random order, so that noise of the machine meets all alike and nobody always runs
-    after the same neighbour: thread pools of compiled code spin on for a while and would slow down whoever comes next.
+    Contenders take short turns in random order, so that noise of the machine affects all alike and none always runs
+    after the same other one: thread pools of compiled code spin on for a while and would slow down the next.
 
     Args:
         seconds: per contender.
-        least: timed calls of each, however long they take.
+        least: the least number of timed calls of each, however long they take.
         per_call: how many steps one call holds.
-        device: where they run; a step on a GPU ends when the GPU has done it.
+        device: where they run; a step on a GPU ends when the GPU has finished it.
     """
     wait = torch.cuda.synchronize if device == "cuda" else _nothing
     for step in steps.values():
@@ -117,7 +117,7 @@ def interleaved(
     while time.perf_counter() < end or len(found[order[0]]) < least:
         shuffle(order)
         for name in order:
-            steps[name]()  # not timed: it meets the caches and the still spinning threads of the one before
+            steps[name]()  # not timed: caches and spinning threads are still those of the one before
             for _ in range(_TURN):
                 wait()
                 start = time.perf_counter()
@@ -128,7 +128,7 @@ def interleaved(
 
 
 def _quartiles(values: list[float], per_call: int) -> Times:
-    # No clock knows more than nanoseconds, and a file with shorter numbers is easier to read.
+    # Clocks are no finer than nanoseconds, and shorter numbers are easier to read.
     lower, median, upper = (round(quartile / per_call, 9) for quartile in statistics.quantiles(values, n=4))
     return Times(lower, median, upper, len(values) * per_call)
 
@@ -140,7 +140,7 @@ def _nothing() -> None:
 def run(
     case: Case, *, compiled: bool, seconds: float = 1.5, tolerance: float = TOLERANCE, device: str = "cpu"
 ) -> Result:
-    # New tensors and modules live there. Not while steps are timed: it slows every call of torch down.
+    # New tensors and modules are made there. Not while steps are timed: it slows down every call of torch.
     with torch.device(device) if device != "cpu" else contextlib.nullcontext():
         steps = case.steps(compiled=compiled and case.compiles)
         error = worst_error(steps)

@@ -21,7 +21,7 @@ _errors = Console(stderr=True)
 
 
 def _say(text: str, where: Console = console) -> None:
-    """As it is: labels and names of folders may look like markup."""
+    """Without markup, which labels and names of folders may resemble."""
     where.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
@@ -53,7 +53,7 @@ def bench(
         started = record.begin(top, seconds, device)
         file = out or (record.default_file(top / report.FOLDER, started) if save else None)
         if file is not None:
-            record.check_place(file)  # better known now than after the first case
+            record.check_place(file)  # better to fail now than after the first case
 
         def keep(results: Sequence[Result]) -> None:
             if file is not None:
@@ -68,7 +68,7 @@ def bench(
         _say(f"error: {error.strerror or error}{where}", _errors)
         raise typer.Exit(2) from None
     contenders = ["eager", "fastmod"] if no_compile else ["eager", "compile", "fastmod"]
-    wide = console if console.is_terminal else Console(width=110)  # labels are long; a file has room
+    wide = console if console.is_terminal else Console(width=110)  # labels are long, and a file is wide enough
     wide.print(table.of(results, contenders))
     if file is not None:
         _say(f"saved: {file}")
@@ -83,12 +83,12 @@ def measured(
     after_each: Callable[[Sequence[Result]], None],
     device: str = "cpu",
 ) -> list[Result]:
-    """The cases in turn. ``after_each`` gets what there is so far: a run takes long and may be stopped."""
+    """Runs the cases in turn. ``after_each`` gets the results so far, as a run takes long and may be stopped."""
     results: list[Result] = []
     for case in cases:
         _say(f"{case.name} ...", _errors)
         if compiled:
-            torch.compiler.reset()  # else it would compile for changing sizes, which is slower
+            torch.compiler.reset()  # otherwise it would compile for dynamic sizes, which is slower
         results.append(clock.run(case, compiled=compiled, seconds=seconds, device=device))
         after_each(results)
     return results

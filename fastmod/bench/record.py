@@ -1,4 +1,4 @@
-"""One run of the benchmarks as JSON: what was measured, of which code, on which machine."""
+"""One run of the benchmarks as JSON: what was measured, with which code, on which machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Record:
 
 
 def begin(top: Path, seconds: float, device: str = "cpu") -> Record:
-    """A record of this moment, machine and code, without results."""
+    """A record of the current time, machine and code, without results."""
     sha, dirty = commit(top)
     now = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
     return Record(
@@ -68,7 +68,7 @@ def begin(top: Path, seconds: float, device: str = "cpu") -> Record:
 
 
 def this_machine(device: str = "cpu") -> Machine:
-    """Named after what the steps run on."""
+    """The name of the device that the steps run on."""
     try:
         system = platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
@@ -92,7 +92,7 @@ def _cores() -> int:
 
 
 def default_file(folder: Path, record: Record) -> Path:
-    """A name from machine and date that is not taken yet."""
+    """A name made from machine and date that is not taken yet."""
     machine = re.sub(r"[^a-z0-9]+", "-", record.machine.cpu.lower()).strip("-")
     stem = f"{machine}-{record.date[:10]}"
     file, number = folder / f"{stem}.json", 2
@@ -108,7 +108,7 @@ def check_place(file: Path) -> None:
 
 
 def as_dict(record: Record) -> dict[str, Any]:
-    """What is written; ratio, noisy and matches follow from the rest and stand there for readers."""
+    """What is written; ratio, noisy and matches follow from the rest and are there for readers."""
     rows = []
     for r in record.results:
         rows.append(
@@ -129,7 +129,7 @@ def as_dict(record: Record) -> dict[str, Any]:
 
 
 def write(file: Path, record: Record) -> None:
-    """All or nothing: a run that is killed meanwhile leaves the file as it was."""
+    """Write all or nothing: a run that is killed meanwhile leaves the old file."""
     part = file.with_name(f"{file.name}.part")
     part.write_text(json.dumps(as_dict(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     part.replace(file)

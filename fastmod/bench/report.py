@@ -54,8 +54,8 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _code(one: Record) -> tuple[str, ...]:
-    """What must be equal for rows to stand in one table."""
-    # Two trees that differ from their commit, or are of no known commit, may differ from each other.
+    """What must be equal for rows to be in one table."""
+    # Trees with uncommitted changes, or without a known commit, may differ from each other.
     own = one.date if one.dirty is not False or one.commit == "unknown" else ""
     return one.commit, one.fastmod, one.torch, own
 
@@ -68,9 +68,10 @@ def _section(name: str, records: Iterable[Record]) -> str:
     while left:
         used = [one for one in left if _code(one) == _code(left[-1])]
         left = [one for one in left if one not in used]
-        rows = {result.name: result for one in used for result in one.results}  # the later figure, in its first place
+        # The later of two figures, in the place of the first.
+        rows = {result.name: result for one in used for result in one.results}
         new = [result for case, result in rows.items() if case not in known]
-        if new and (not known or used[-1].dirty is False):  # what cannot be checked out again is not worth keeping
+        if new and (not known or used[-1].dirty is False):  # not of code that cannot be checked out
             parts.append(_table(used, new, latest=not known))
         known |= set(rows)
     return "\n".join(parts)
@@ -116,8 +117,8 @@ def _aims(results: Sequence[Result]) -> str:
     head = f"Aims: {len(aims) - len(missed) - unknown} of {len(aims)} met."
     if not missed:
         return head
-    said = "; ".join(f"{_name(r)} ({table.ratio(r)} of {table.target(r)})" for r in missed)
-    return f"{head} **Missed:** {said}."
+    ratios = "; ".join(f"{_name(r)} ({table.ratio(r)} of {table.target(r)})" for r in missed)
+    return f"{head} **Missed:** {ratios}."
 
 
 def read_all(folder: Path) -> list[Record]:
@@ -125,7 +126,7 @@ def read_all(folder: Path) -> list[Record]:
 
 
 def write(top: Path) -> Path:
-    """Makes the page of a checkout anew; returns its path."""
+    """Regenerates the page of a checkout; returns its path."""
     file = top / PAGE
     file.write_text(page(read_all(top / FOLDER)), encoding="utf-8")
     return file

@@ -1,4 +1,4 @@
-"""Steps, forward + backward, that contenders run: each has leaves of its own, all start from the same values."""
+"""Steps, forward + backward, that contenders run: each has its own leaves, all with the same initial values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fastmod.bench import baselines
 
 #: Runs forward and backward and returns ``[outputs..., gradients...]``.
 Step = Callable[[], list[Tensor]]
-#: Of a baseline's name: images and weights of convolutions in channels-last memory.
+#: Suffix of a baseline whose images and convolution weights are in channels-last memory.
 LAST = "-last"
 
 
 @dataclass(frozen=True)
 class RandomStep:
-    """A step with noise of its own at every call, which is what is timed, and its twin with fixed noise to compare."""
+    """A step that draws new noise at every call, which is timed, and its twin with fixed noise, which is compared."""
 
     step: Step
     fixed: Step
@@ -38,7 +38,7 @@ class Case:
     target: float | None  # ratio aimed at
     steps: Callable[..., Mapping[str, Step]]  # compiled: bool -> contender -> step
     compiles: bool = True  # whether torch.compile is a contender
-    per_call: int = 1  # how many steps one call of a step holds; times are those of one
+    per_call: int = 1  # how many steps one call makes; times are per step
     layouts: bool = False  # whether the baselines also run with images in channels-last memory
 
     @property
@@ -93,8 +93,8 @@ def mask_steps(
     *,
     compiled: bool,
 ) -> dict[str, RandomStep]:
-    """Steps of a mask op of the named tensors. The plain version draws its noise itself, as people write it; to be
-    compared both take the noise of one seed. The weight is frozen: masks are searched for in a trained net."""
+    """Steps of a mask op of the named tensors. The plain version draws its own noise, as people write it; for
+    the comparison both use the noise of one seed. The weight is frozen, as masks are learned for a trained net."""
     torch.manual_seed(0)
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
     with torch.no_grad():
@@ -110,7 +110,7 @@ def mask_steps(
         return RandomStep(backward_step(run, trained, [grad]), backward_step(lambda: run(**fixed()), trained, [grad]))
 
     def drawn() -> dict[str, Any]:
-        """Drawn when it is needed and not kept: as large as all masks."""
+        """Drawn when needed and not kept, as it is as large as all masks."""
         return {"drawn": baselines.drawn_by_fastmod(values["logits"], samples, 0)}
 
     steps = {"eager": step(theirs, drawn)}
@@ -128,7 +128,7 @@ def module_steps(
     *,
     compiled: bool,
 ) -> dict[str, Step]:
-    """Steps of a module and of its plain twins, which take its parameters over.
+    """Steps of a module and of its plain twins, which get its parameters.
 
     Args:
         forward: calls the module it is given and returns the outputs that ``grads`` belong to.

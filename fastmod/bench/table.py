@@ -1,4 +1,4 @@
-"""A table for the terminal, and how figures are written everywhere."""
+"""The table on the terminal, and the format of figures everywhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which kernels PyTorch's own ops launch on a GPU, told while they run on the CPU.
+"""Which kernels PyTorch's own ops would launch on a GPU, found while they run on the CPU.
 
-A stand-in for a GPU's profiler: the ops that run are those of the CPU, counted by a rule. Views and allocations launch
-nothing, an op that is made of others counts as those, every other op as one launch. What cuBLAS and cuDNN split into
-several kernels counts as one; a product added to a matrix, which is copied first, as two.
+Replaces the profiler of a GPU: ops run on the CPU and are counted by rules. Views and allocations launch nothing, an op
+that is made of others counts as those, every other op as one launch. What cuBLAS and cuDNN split into several kernels
+counts as one; a product added to a matrix, which is copied first, as two.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NOTHING = (
     "aten::detach",
     "aten::lift",
     "aten::_unsafe_view",
-    "aten::sum_to_size",  # of the right size already; else it calls a sum, which counts
+    "aten::sum_to_size",  # of the right size already; otherwise it calls a sum, which counts
 )
 #: Made of other ops on the CPU, but not on a GPU.
 _WHOLE = {"aten::copy_": 1, "aten::_foreach_copy_": 1, "aten::convolution": 1, "aten::convolution_backward": 2}
 
 
 def launches(run: Callable[[], Any]) -> list[str]:
-    """The names of the ops that ``run`` launches, in order; a name that stands twice is two launches.
+    """The names of the ops that ``run`` launches, in order; a name that occurs twice is two launches.
 
-    Those of :data:`WAITING` are among them.
+    Includes those of :data:`WAITING`.
     """
     with profiler_legacy.profile(record_shapes=True) as profile:
         run()
@@ -48,7 +48,7 @@ def launches(run: Callable[[], Any]) -> list[str]:
 
 
 def of_step(call: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[str]:
-    """Of a call and its backward, the second time."""
+    """The launches of a call and its backward, the second time."""
     outputs = call(tensors)
     grads = [torch.ones_like(out) for out in outputs]
     return launches(lambda: torch.autograd.grad(call(tensors), tensors, grads, allow_unused=True))
@@ -64,7 +64,7 @@ def _walk(event: Any, found: list[str]) -> None:
 
 
 def _launches_of(event: Any) -> int | None:
-    """None if what it calls is to be looked at instead."""
+    """None if the ops that it calls are to be counted instead."""
     name: str = event.name
     if name in WAITING:
         return 1
@@ -96,6 +96,6 @@ def _is_view(name: str) -> bool:
 
 @functools.cache
 def _computes(name: str) -> bool:
-    """Whether an op has code of its own, rather than calling others."""
+    """Whether an op has its own code, rather than calling others."""
     own = [each for each in _overloads(name) if has_code(each.name())]
     return any(has_kernel(each.name(), "cpu") for each in own)

@@ -1,4 +1,4 @@
-"""All kernels for all targets asked for, in several processes; what a folder holds already is not made again."""
+"""Compiles all kernels for the given targets, in several processes; reuses what a folder already holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # needs triton
 class Report:
     kernels: list[manifest.Kernel] = field(default_factory=list)  # of the jobs of this run
     compiled: int = 0  # calls of a compiler
-    reused: int = 0  # calls that were spared
+    reused: int = 0  # calls that were saved
     failed: dict[str, str] = field(default_factory=dict)  # name and target -> why
     left_out: list[str] = field(default_factory=list)
 
@@ -32,7 +32,7 @@ class Report:
         return [kernel for kernel in self.kernels if kernel.spills]
 
 
-#: Told how many jobs are done, how many there are, and the op and target of the last one.
+#: Called with the number of finished jobs, of all jobs, and op and target of the last one.
 Listener = Callable[[int, int, str], None]
 
 
@@ -45,7 +45,8 @@ def build(
     triton: bool = True,
     listener: Listener | None = None,
 ) -> Report:
-    """Compile for the targets ``names`` into ``folder``. ``ops``: only the kernels of these; ``triton``: also its."""
+    """Compile for the targets ``names`` into ``folder``. ``ops``: only their kernels; ``triton``: also those of
+    Triton."""
     targets = [find(name) for name in dict.fromkeys(names)]
     tools.triton()  # before anything imports a kernel
     for target in targets:
@@ -59,7 +60,7 @@ def build(
     missing = [job for job in wanted if job not in current]
     report.reused, done = len(wanted) - len(missing), 0
     try:
-        # Inside the folder: a folder that cannot be written to is found out before the first compilation.
+        # Inside the folder, so that one that cannot be written to is noticed before the first compilation.
         with tempfile.TemporaryDirectory(prefix=".compiling-", dir=folder) as scratch:
             for result in _run(missing, folder, scratch, jobs):
                 done += 1
@@ -70,7 +71,7 @@ def build(
                     report.compiled += 1
                 if listener is not None:
                     listener(done, len(missing), f"{result.job.name.partition('.')[0]} {result.job.target}")
-    finally:  # an interrupted run goes on where it was
+    finally:  # an interrupted run continues where it was
         kernels = sorted((k for of_job in current.values() for k in of_job), key=lambda k: (k.target, k.source, k.name))
         manifest.write(
             folder, kernels, versions=_versions(targets), left_out=report.left_out, failed=report.failed
@@ -80,7 +81,7 @@ def build(
 
 
 def _versions(targets: Iterable[Target]) -> dict[str, str]:
-    """Of what this run compiled with."""
+    """The versions that this run compiled with."""
     found = {"fastmod": fastmod.__version__, "triton": tools.triton().__version__}
     found |= {f"ptxas for {target.name}": tools.ptxas(target)[1] for target in targets if target.nvidia}
     with contextlib.suppress(tools.MissingToolError):
@@ -89,7 +90,7 @@ def _versions(targets: Iterable[Target]) -> dict[str, str]:
 
 
 def _jobs(targets: Iterable[Target], ops: Sequence[str], report: Report) -> Iterator[worker.Job]:
-    """CUDA C++ first: those take longest, and at the end nothing should be waited for alone."""
+    """CUDA C++ first: those jobs take longest, and no long job should be left alone at the end."""
     from fastmod.gpu import discover, worker
 
     files, specialisations = discover.cuda_files(), discover.specialisations()
@@ -110,7 +111,7 @@ def _jobs(targets: Iterable[Target], ops: Sequence[str], report: Report) -> Iter
 
 
 def _for_nvcc(targets: list[Target], any_files: bool, report: Report) -> list[Target]:
-    """The targets that CUDA C++ can be compiled for; why not the others goes into the report."""
+    """The targets that CUDA C++ can be compiled for; the report says why not for the others."""
     if not targets:
         return []
     if not any_files:
@@ -129,7 +130,7 @@ def _for_nvcc(targets: list[Target], any_files: bool, report: Report) -> list[Ta
 
 
 def _still_good(folder: Path) -> dict[worker.Job, list[manifest.Kernel]]:
-    """What the folder's manifest names, of any target, if it would come out the same today and its file is whole."""
+    """The kernels in the manifest, of any target, that would be compiled the same today and whose files are intact."""
     from fastmod.gpu import worker
 
     found: dict[worker.Job, list[manifest.Kernel]] = {}
@@ -156,7 +157,7 @@ def _run(missing: list[worker.Job], folder: Path, scratch: str, jobs: int) -> It
             for job in missing:
                 yield worker.run(job, folder)
         return
-    # Spawned: compilers have threads, which a forked process would be without.
+    # Spawned: compilers have threads, which a forked process would lack.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, worker.begin, (scratch,)) as pool:
         try:

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels to cubin by nvcc. One file holds many kernels: templates, instantiated for every dtype."""
+"""Compiles CUDA C++ kernels to cubin by nvcc. One file holds many kernels: templates, instantiated for every dtype."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from pathlib import Path
 from fastmod.gpu import resources, tools
 from fastmod.gpu.targets import Target
 
-#: C++17 though the extension is built as C++20: kernel files include no torch header, which is what asks for more.
+#: C++17 although the extension is built as C++20: only torch headers need more, and kernel files include none.
 FLAGS = ("-std=c++17", "-O3")
 _TYPES = {"f": "float", "d": "double", "i": "int", "l": "long", "b": "bool"}
 
 
 def key(source: Path, target: Target) -> str:
-    """Changes with the file, the headers beside it, nvcc, its flags and the target."""
+    """Depends on the file, the headers beside it, nvcc, its flags and the target."""
     parts: list[object] = [tools.nvcc_version(tools.nvcc()), FLAGS, target]
     parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_with_headers(source))]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _with_headers(source: Path) -> set[Path]:
-    """The file and all that it includes by relative name, however deep; what the toolkit brings has its version."""
+    """The file and all that it includes by relative name, recursively; the version of the toolkit covers its
+    headers."""
     found: set[Path] = set()
     waiting = [source.resolve()]
     while waiting:
@@ -40,9 +41,10 @@ def _with_headers(source: Path) -> set[Path]:
 
 
 def write_ptx(source: Path, virtual: str, ptx: Path, *, host: bool = False) -> str:
-    """What targets of one ``virtual`` architecture have in common, nearly half of the work. Returns what nvcc said.
+    """Compile the part that targets of one ``virtual`` architecture share, nearly half of the work. Returns nvcc's
+    output.
 
-    ``host``: nvcc reads the file as the host's compiler will as well, and refuses what only a build of the extension
+    ``host``: nvcc also does the pass for the host, which finds errors that otherwise only a build of the extension
     would find, such as a function for both that calls one for the device."""
     if not host:
         return _nvcc(f"-arch={virtual}", "-ptx", str(source), "-o", str(ptx))
@@ -57,15 +59,15 @@ def write_ptx(source: Path, virtual: str, ptx: Path, *, host: bool = False) -> s
 def compiled(
     source: Path, target: Target, cubin: Path, *, ptx: Path | None = None, disassemble: bool = True
 ) -> tuple[dict[str, resources.Resources], str]:
-    """Write ``cubin``; returns what each kernel in it needs, by mangled name, and what nvcc said.
+    """Write ``cubin``; returns what each kernel in it needs, by mangled name, and the output of nvcc.
 
     Args:
-        ptx: what :func:`write_ptx` made of ``source``.
-        disassemble: counts instructions of tensor cores.
+        ptx: the result of :func:`write_ptx` for ``source``.
+        disassemble: count instructions of tensor cores.
     """
     code = f"arch={target.virtual},code={target.name}"
     log = _nvcc("-Xptxas", "-v", "-gencode", code, "-cubin", str(ptx or source), "-o", str(cubin))
-    # nvcc uses tensor cores only where it is told to; disassembling takes a quarter of the time of compiling.
+    # nvcc uses tensor cores only where the source says so; disassembling takes a quarter of the time of compiling.
     told_to = disassemble and any("mma" in path.read_text() for path in _with_headers(source))
     return resources.of_cuda_cubin(cubin, log, disassemble=told_to), log
 
@@ -78,9 +80,9 @@ def _nvcc(*options: str) -> str:
 
 
 def readable(symbol: str) -> tuple[str, list[str | int]]:
-    """Name and template arguments of a mangled kernel of ours: c++filt is not on every machine."""
-    # Names stand in a row, each behind its length; the kernel's own is the last. Reading the lengths in turn is what
-    # keeps digits inside a name (nvcc mixes hashes and a process number into the unnamed namespace) apart from them.
+    """Name and template arguments of one of our mangled kernels: not every machine has c++filt."""
+    # Names follow one another, each after its length; that of the kernel is the last. Reading the lengths in turn
+    # separates them from digits inside a name (nvcc puts hashes and a process number into the unnamed namespace).
     opening = re.match(r"_ZN?", symbol)
     name, rest = "", symbol[opening.end() :] if opening else ""
     while length := re.match(r"\d+", rest):
@@ -103,7 +105,7 @@ def _arguments(text: str) -> Iterator[str | int]:
             last = text[named.end() : end]
             yield last
             text = text[end:]
-        elif again := re.match(r"S\w?_", text):  # a name that stood there before
+        elif again := re.match(r"S\w?_", text):  # a name that occurred before
             yield last
             text = text[again.end() :]
         else:

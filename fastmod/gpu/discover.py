@@ -1,4 +1,4 @@
-"""Finds what there is to compile: Triton kernels by walking ``fastmod.kernels``, CUDA C++ by looking into csrc/cuda."""
+"""Finds the kernels to compile: those of Triton in ``fastmod.kernels``, those of CUDA C++ in csrc/cuda."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import fastmod
 
-#: Of a checkout; a wheel carries no sources.
+#: In a checkout; a wheel has no sources.
 CUDA_SOURCES = Path(fastmod.__file__).resolve().parent.parent / "csrc" / "cuda"
 
 
@@ -30,7 +30,7 @@ def specialisations() -> dict[str, Any]:
 
 
 def kernel_modules() -> dict[str, Any]:
-    """The ops' modules by their stems; one with an underscore holds what others share."""
+    """The modules of the ops by their stems; one with an underscore holds what others share."""
     package = importlib.import_module("fastmod.kernels")
     stems = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
     modules = {stem: importlib.import_module(f"{package.__name__}.{stem}") for stem in sorted(stems)}

@@ -1,6 +1,6 @@
 """Launches of every op at the papers' shapes: launches.csv and, kernel by kernel, geometry.csv.
 
-A test holds both to what the host harness counts; ``tools/count_gpu.py --write-launches`` writes them anew.
+A test compares both with the counts of the host harness; ``tools/count_gpu.py --write-launches`` rewrites them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Row(NamedTuple):
-    """CUDA C++, with what torch's own ops launch for it; the seed of a random op is on the device already."""
+    """Launches of CUDA C++ and of torch's own ops for it; the seed of a random op is already on the device."""
 
     op: str
     shape: str  # the label of fastmod.gpu.shapes
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """Launches of one of our kernels in a forward and backward; those of torch are not ours to know."""
+    """Launches of one of our kernels in a forward and backward; those of torch are not known."""
 
     op: str
     shape: str
@@ -40,7 +40,7 @@ class Geometry(NamedTuple):
     launches: int  # of this size
     blocks: int
     threads: int  # of a block
-    dynamic: int  # bytes of shared memory, beside what the kernel has of its own
+    dynamic: int  # bytes of shared memory, besides the static ones of the kernel
 
 
 def read() -> list[Row]:

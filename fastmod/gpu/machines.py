@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Seconds from one kernel's begin to the next one's, if each does nothing: launched by PyTorch on the host, and in a
-#: CUDA graph whose kernels wait for one another. Orders of magnitude that people report, assumed and not measured.
+#: Seconds from the start of one kernel to that of the next, if each does nothing: launched by PyTorch on the host, and
+#: in a CUDA graph whose kernels wait for one another. Orders of magnitude that people report, assumed and not measured.
 HOST_LAUNCH = 6e-6
 GRAPH_LAUNCH = 2e-6
 
@@ -20,8 +20,8 @@ class Machine(NamedTuple):
     bf16: float
 
 
-# NVIDIA's own papers of each: peaks at boost clock, without sparsity, of the SXM module where there are several. A
-# figure that is printed with sparsity is halved; 5090: the one with sums in fp32, a quarter of what is printed first.
+# From NVIDIA's own papers: peaks at boost clock, without sparsity, of the SXM module where there are several. Figures
+# printed with sparsity are halved; 5090: the figure with sums in fp32, a quarter of the one printed first.
 MACHINES = (
     Machine("A100", "sm_80", 108, 2.039e12, 19.5e12, 156e12, 312e12),  # A100 80GB datasheet
     Machine("H100", "sm_90", 132, 3.35e12, 67e12, 494.5e12, 989.5e12),  # H100 datasheet
@@ -48,15 +48,15 @@ MULTIPROCESSORS = {
     "sm_100": Multiprocessor(2048, 32, 228 * 1024),
     "sm_120": Multiprocessor(1536, 24, 100 * 1024),
 }
-_RESERVED = 1024  # bytes of shared memory that the system takes of every block, from sm_80 on
+_RESERVED = 1024  # bytes of shared memory that the system takes from every block, since sm_80
 
 
 def resident_blocks(target: str, threads: int, registers: int, shared: int) -> int:
-    """Blocks that a multiprocessor holds at once, as CUDA's occupancy calculator has it."""
+    """Blocks that a multiprocessor holds at once, as in the occupancy calculator of CUDA."""
     room = MULTIPROCESSORS[target]
     warps = -(-threads // 32)
-    of_warp = -(-max(registers, 1) * 32 // 256) * 256  # registers are given out by 256
-    # A multiprocessor has four parts, each with its own registers: warps go there whole.
+    of_warp = -(-max(registers, 1) * 32 // 256) * 256  # registers are allocated in units of 256
+    # A multiprocessor has four parts with their own registers, and a warp belongs to one of them.
     by_registers = room.registers // 4 // of_warp * 4 // warps
     taken = shared + (0 if target == "sm_75" else _RESERVED)
     by_shared = room.shared // (-(-taken // 128) * 128) if taken else room.blocks

@@ -1,4 +1,4 @@
-"""manifest.json: what stands in a folder of compiled kernels. It is also what a second run goes by."""
+"""manifest.json: the contents of a folder of compiled kernels, also used by the next run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
-#: Part of every key: a manifest of another format is compiled anew.
+#: Part of every key: kernels of a manifest of another format are compiled again.
 FORMAT = 1
 
 
@@ -30,7 +30,7 @@ class Kernel:
     tensor_core: int
     file: str  # relative to the manifest; CUDA C++ kernels share one
     sha256: str
-    key: str  # of everything that it was made from
+    key: str  # of everything it was made from
 
 
 def read(folder: Path) -> list[Kernel]:
@@ -46,7 +46,7 @@ def write(folder: Path, kernels: list[Kernel], **facts: Any) -> None:
     told = {"format": FORMAT, **facts, "kernels": [dataclasses.asdict(each) for each in kernels]}
     part = folder / f"{NAME}.{os.getpid()}"
     part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    part.replace(folder / NAME)  # at once: a killed run leaves the old one or the new one
+    part.replace(folder / NAME)  # atomically: a killed run leaves the old file or the new one
 
 
 def sha256(path: Path) -> str | None:

@@ -1,7 +1,7 @@
-"""What ``fastmod doctor --full`` adds: every op at the papers' shapes, its values, launches and times.
+"""The measurements of ``fastmod doctor --full``: values, launches and times of every op at the papers' shapes.
 
-On a GPU launches are counted by torch's profiler, and a step is also captured in a CUDA graph and replayed. Without a
-GPU the same runs on the CPU, where nothing is launched.
+On a GPU launches are counted by torch's profiler, and a step is also captured in a CUDA graph and replayed. Without
+a GPU the same runs on the CPU, where nothing is launched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastmod import backend, ops
 from fastmod.gpu.launch_table import DTYPES
 from fastmod.gpu.shapes import SHAPES, Call, Shape
 
-PLAIN = "plain"  # the contender of that name: PyTorch as one writes it without fastmod
+PLAIN = "plain"  # the contender written in PyTorch without fastmod
 _SECONDS = 0.3  # per timing
 _LEAST = 3  # steps, however long they take
 
@@ -71,7 +71,7 @@ def _measure(
         call = shape.plain if contender == PLAIN else shape.call
         assert call is not None
         with backend.use_backend("reference" if contender == PLAIN else contender):
-            if contender != PLAIN:  # which draws noise of its own, where there is any
+            if contender != PLAIN:  # which draws its own noise, if any
                 exact, usual = truth()
                 found |= judged(_largest(_step(shape.call, tensors)(), exact), usual, DTYPES[dtype])
             step = _step(call, tensors)
@@ -101,7 +101,7 @@ def expected(shape: Shape, tensors: Sequence[Tensor]) -> Truth:
 
 
 def judged(error: float, plain: float, dtype: torch.dtype) -> dict[str, Any]:
-    """The errors, and a problem if ours is more than twice that of plain PyTorch and some roundings."""
+    """The errors, and a problem if ours is more than twice that of plain PyTorch plus a few roundings."""
     limit = 2 * plain + 4 * torch.finfo(dtype).eps
     finite = {"error": error, "plain_error": plain} if math.isfinite(error + plain) else {}
     return finite if error <= limit else {**finite, "problem": f"off by {error:.1e}, expected at most {limit:.1e}"}
@@ -113,7 +113,7 @@ def _largest(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def quartiles(step: Callable[[], Any], device: str) -> tuple[float, float, float]:
-    """Of the microseconds of a step."""
+    """Statistics of the microseconds of a step."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     step()
     times: list[float] = []
@@ -151,7 +151,7 @@ def _in_a_graph(step: Callable[[], Any]) -> dict[str, Any]:
 def captured(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # what is kept from call to call comes to be outside of the graph
+    with torch.cuda.stream(aside):  # what is kept from call to call is made outside the graph
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(aside)
@@ -162,7 +162,7 @@ def captured(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def fresh_noise() -> dict[str, bool | str]:
-    """Whether a replayed graph draws other masks: with a seed of None, and with one that is advanced on the device."""
+    """Whether a replayed graph draws new masks: with a seed of None, and with one that is advanced on the device."""
     if not torch.cuda.is_available():
         return {}
     logits, seed = torch.zeros(1000, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")

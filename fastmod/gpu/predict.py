@@ -1,8 +1,8 @@
 """Predicted times of every op at the papers' shapes: launches times their stated cost, plus the larger of two roofs.
 
 Bytes are counted as if every input were read and every result written once, flops are those of the matrix products, and
-both are the same for fastmod and plain PyTorch: what differs between the predictions is the number of launches. No GPU
-has been asked.
+both are the same for fastmod and plain PyTorch: only the number of launches differs between the predictions. No GPU
+was involved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Prediction(NamedTuple):
     flops: int
     memory: float  # the bytes at full bandwidth
     compute: float  # the flops at the peak of the dtype
-    binds: str  # launches, memory or compute: what takes most, in a graph
+    binds: str  # launches, memory or compute: what takes the most time in a graph
     fastmod: float
     fastmod_graph: float
     eager: float | None
@@ -48,7 +48,7 @@ def predictions(ops: Sequence[str] = (), machines: Iterable[Machine] = MACHINES)
 
 
 def _predicted(row: launch_table.Row, machine: Machine, moved: int, flops: int) -> Prediction:
-    # fp32 at its own accuracy: without tensor cores, or three products of tf32 for one.
+    # fp32 with full accuracy: without tensor cores, or by three products of tf32 each.
     peak = machine.bf16 if row.dtype == "bf16" else max(machine.fp32, machine.tf32 / 3)
     memory, compute = moved / machine.bandwidth, flops / peak
     count, work = row.forward + row.backward, max(memory, compute)

@@ -19,14 +19,14 @@ _PTXAS_ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 @dataclass(frozen=True)
 class Resources:
     registers: int  # of a thread
-    spills: int  # bytes a thread (AMD: registers, and bytes of scratch) that did not fit into registers
+    spills: int  # bytes per thread (AMD: registers, and bytes of scratch) that did not fit into registers
     shared: int  # bytes of a block
     tensor_core: int  # instructions
 
 
 def of_triton_cubin(cubin: Path, shared: int, *, disassemble: bool) -> Resources:
-    """``shared`` is allotted at launch and does not stand in the cubin. No Triton kernel has arrays of its own in local
-    memory: what is there was spilled."""
+    """``shared`` is allocated at launch and is not in the cubin. Triton kernels have no arrays in local memory: what is
+    there was spilled."""
     usage = _dump(cubin, "--dump-resource-usage")
     registers, stack, local = (_only(rf"\b{field}:(\d+)", usage) for field in ("REG", "STACK", "LOCAL"))
     count = sum(tensor_core_of(cubin).values()) if disassemble else 0

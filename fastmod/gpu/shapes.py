@@ -1,6 +1,6 @@
-"""The papers' shapes of every op: what launches, bytes, multiply-adds and times are told of.
+"""The papers' shapes of every op, for which launches, bytes, multiply-adds and times are counted.
 
-``SHAPES`` of the files in ``fastmod/ops``, and those that are made here.
+``SHAPES`` of the files in ``fastmod/ops``, and those made here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastmod.samples import declared
 
 @functools.cache
 def seed_on(device: torch.device) -> Tensor:
-    """One that lives on the device already, as that of a layer does."""
+    """A seed that is already on the device, like that of a layer."""
     return torch.full((), 7, dtype=torch.int64, device=device)
 
 
@@ -34,7 +34,7 @@ def _seed(tensors: Sequence[Tensor]) -> Tensor:
 def smfr(
     batch: int, counts: Sequence[int], d: int, hidden: Sequence[int], mode: str = "softmax", copies: int = 0
 ) -> Shape:
-    """Tensors: x, then both FNNs of every layer, with ``copies`` those of so many nets under torch.vmap."""
+    """Tensors: x, then both FNNs of every layer; with ``copies``, those of so many nets under torch.vmap."""
     shapes: list[tuple[int, ...]] = [(batch, counts[0], d)]
     products = 0
     for m, n in pairwise(counts):
@@ -77,7 +77,7 @@ def smfr(
 
     def mapped(one: Call) -> Call:
         def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
-            stack()  # out here, as making layers draws numbers
+            stack()  # outside vmap, as making layers draws random numbers
             return torch.vmap(lambda *own: tuple(one(own)))(*t)
 
         return call if copies else one
@@ -88,7 +88,7 @@ def smfr(
 
 
 def _call(function: Callable[..., Any]) -> Call:
-    """Of a function that takes the tensors one by one and returns one or several."""
+    """Wraps a function that takes tensors one by one and returns one or several."""
 
     def run(t: Sequence[Tensor]) -> Sequence[Tensor]:
         found = function(*t)
@@ -132,7 +132,7 @@ def seeds_on(device: torch.device, copies: int) -> Tensor:
 
 
 def masked_linear_copies(copies: int, rows: int, inputs: int, outputs: int, samples: int) -> Shape:
-    """As many layers side by side, each with its own seed, under ``torch.vmap``."""
+    """``copies`` layers at once, each with its own seed, under ``torch.vmap``."""
     one = masked_linear(rows, inputs, outputs, samples)
 
     def call(t: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -158,7 +158,7 @@ def masked_conv2d(batch: int, inputs: int, size: int, outputs: int, samples: int
 
 
 def _images(value: Tensor) -> Tensor:
-    """``[..., H, W, C]`` as ``[..., C, H, W]``: with the channels innermost in memory, as layers hand images on."""
+    """``[..., H, W, C]`` as ``[..., C, H, W]``: channels innermost in memory, as layers pass images on."""
     return value.movedim(-1, -3)
 
 
@@ -241,7 +241,7 @@ _BUILT: dict[str, tuple[Shape, ...]] = {
 
 
 def _beside_plain(shape: Shape) -> Shape:
-    """With what the baselines have of that name, if it does not say itself how it is written without fastmod."""
+    """With the baseline of the same name, unless it has a plain version of its own."""
     function = getattr(baselines, shape.op, None)
     return shape if shape.plain or function is None else replace(shape, plain=_call(function))
 
@@ -252,7 +252,7 @@ SHAPES: tuple[Shape, ...] = tuple(
 
 
 def find(name: str) -> Shape:
-    """By what :attr:`Shape.name` is."""
+    """The shape with this :attr:`Shape.name`."""
     for shape in SHAPES:
         if shape.name == name:
             return shape

@@ -1,4 +1,4 @@
-"""One way in which a layer compiles a Triton kernel. Each ``kernels/<op>.py`` lists its own, by dtype."""
+"""One way in which a Triton kernel is compiled for a layer. Each ``kernels/<op>.py`` lists its own, by dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class Dtype(NamedTuple):
-    """A dtype of the tensors, as the kernels' arguments tell it."""
+    """A dtype of tensors, in the form of kernel arguments."""
 
     name: str
     element: tl.dtype
@@ -43,5 +43,5 @@ class Specialisation(NamedTuple):
     kernel: Any
     values: Mapping[str, Any]
     options: Mapping[str, Any]
-    case: str = ""  # what tells it from others of the same kernel and dtype
-    on_amd: Mapping[str, Any] = {}  # values and options that are others there
+    case: str = ""  # distinguishes it from others of the same kernel and dtype
+    on_amd: Mapping[str, Any] = {}  # values and options that differ there

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 
 class TargetError(ValueError):
-    """A name that is no target."""
+    """A name that is not a target."""
 
 
 class Target(NamedTuple):
     name: str
-    backend: str  # as Triton calls it
+    backend: str  # the name in Triton
     arch: int | str
     warp: int  # threads that run in step
-    triton: bool = True  # Triton begins with sm_80
+    triton: bool = True  # Triton needs sm_80 or later
     virtual: str = ""  # the architecture whose PTX CUDA C++ is assembled from
 
     @property
@@ -39,14 +39,14 @@ TARGETS: dict[str, Target] = {
         _nvidia(86, ptx=80),  # to our sources the same as sm_80: one PTX serves the three
         _nvidia(89, ptx=80),
         _nvidia(90),
-        # From here on nvcc has another compiler, whose PTX of the two differs in nothing but the target's name. PTX of
-        # sm_80 would do for sm_90 and these too, but is not what an extension holds: there bf16 differs, here all.
+        # From here on nvcc uses another compiler, whose PTX for the two differs only in the name of the target. PTX of
+        # sm_80 would do for sm_90 and these too, but an extension holds another: for sm_90 bf16 differs, here all.
         _nvidia(100),
         _nvidia(120, ptx=100),
         Target("gfx942", "hip", "gfx942", 64),
     )
 }
-#: Whose code differs most: one per generation that is sold. A build of the whole extension takes these by default.
+#: One per generation on the market, as their code differs most: the default of a build of the whole extension.
 USUAL = ("sm_80", "sm_90", "sm_120")
 
 

@@ -1,4 +1,4 @@
-"""The programs and packages that compiling needs: found, or missed with one line that says what to do."""
+"""The programs and packages that compiling needs: each is found, or an error says in one line what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MissingToolError(RuntimeError):
 
 
 def triton() -> Any:
-    """The module, if it can compile."""
+    """The triton module, if it can compile."""
     try:
         import triton as module
     except ImportError:
@@ -32,7 +32,8 @@ def triton() -> Any:
 def ptxas(target: Target) -> tuple[str, str]:
     """Path and version of the assembler that Triton takes for ``target``."""
     blackwell = isinstance(target.arch, int) and target.arch >= 100
-    # Asked of the class: reading the knob itself looks for the program. Older versions have one ptxas for all.
+    # Looked up in the class, as reading the knob itself searches for the program. Older versions have one ptxas for
+    # all.
     has_two = "ptxas_blackwell" in vars(type(triton().knobs.nvidia))
     return _carried("ptxas_blackwell" if blackwell and has_two else "ptxas")
 
@@ -42,7 +43,7 @@ def cuobjdump() -> str:
 
 
 def _carried(name: str) -> tuple[str, str]:
-    """A program that Triton's wheel carries, or what TRITON_<NAME>_PATH names."""
+    """A program from the wheel of Triton, or the one that TRITON_<NAME>_PATH names."""
     try:
         tool = getattr(triton().knobs.nvidia, name)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Triton kernels to cubin and hsaco. Needs no GPU: the target is told."""
+"""Compiles Triton kernels to cubin and hsaco. The target is given, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fastmod.gpu import resources, tools
 from fastmod.gpu.specialisation import Specialisation
 from fastmod.gpu.targets import Target
 
-PRODUCTS = re.compile(r"\b(?:wg)?mma\.|\btcgen05\.mma")  # what PTX calls the instructions of tensor cores
-_ALIGNED = [["tt.divisibility", 16]]  # as the memory of every torch tensor is
+PRODUCTS = re.compile(r"\b(?:wg)?mma\.|\btcgen05\.mma")  # the instructions of tensor cores in PTX
+_ALIGNED = [["tt.divisibility", 16]]  # as is the memory of every torch tensor
 
 
 def on_target(spec: Specialisation, target: Target | None) -> Specialisation:
-    """With the values and options that are others on AMD."""
+    """With the values and options that differ on AMD."""
     if target is None or target.nvidia:
         return spec
     options = {name: value for name, value in spec.on_amd.items() if name in spec.options}
@@ -30,7 +30,7 @@ def on_target(spec: Specialisation, target: Target | None) -> Specialisation:
 
 
 def source(spec: Specialisation, target: Target | None = None) -> ASTSource:
-    """Of one target; of NVIDIA's unless it is told."""
+    """Options for one target, by default NVIDIA's."""
     spec = on_target(spec, target)
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def source(spec: Specialisation, target: Target | None = None) -> ASTSource:
 
 
 def key(spec: Specialisation, target: Target) -> str:
-    """Changes with the kernel and all that it calls, its constants, the compiler and the target."""
+    """Depends on the kernel and all that it calls, its constants, the compiler and the target."""
     versions = [triton.__version__, tools.ptxas(target)[1] if target.nvidia else ""]
     parts = [source(spec, target).hash(), sorted(on_target(spec, target).options.items()), target, versions]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -75,13 +75,13 @@ def compiled(spec: Specialisation, target: Target, *, disassemble: bool = True) 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        # Disassembling takes half as long as compiling: only if there is something to count.
+        # Disassembling takes half as long as compiling, so only if there is something to count.
         disassemble = disassemble and PRODUCTS.search(kernel.asm["ptx"]) is not None
         return kernel, resources.of_triton_cubin(Path(file.name), kernel.metadata.shared, disassemble=disassemble)
 
 
 def told(spec: Specialisation, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Signature and constants of a specialisation, as JSON can hold them."""
+    """Signature and constants of a specialisation in a form that JSON can hold."""
     each = source(spec, target)
     signature = {name: list(t) if isinstance(t, tuple) else t for name, t in each.signature.items() if t != "constexpr"}
     constants = {spec.kernel.params[path[0]].name: _plain(value) for path, value in each.constants.items()}

@@ -1,4 +1,4 @@
-"""One compilation, in whatever process it runs."""
+"""One compilation, in any process."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ def job_of(kernel: manifest.Kernel) -> Job:
 
 
 def begin(scratch: str) -> None:
-    """In a new process. Ctrl-C reaches all of them at once; the one that started them tells the user."""
+    """Runs in a new process. Ctrl-C reaches all at once; the process that started them informs the user."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tools.triton().knobs.cache.dir = scratch
 
 
 @contextmanager
 def here(scratch: str) -> Iterator[None]:
-    """The same in this process, for a while: Triton's own cache stays as it is."""
+    """The same in this process, temporarily: Triton's own cache is not changed."""
     with tools.triton().knobs.cache.scope():
         tools.triton().knobs.cache.dir = scratch
         yield
 
 
 def run(job: Job, folder: Path) -> Done:
-    """Compile, write the file, tell what stands in it. An error of the compiler is a result too."""
+    """Compile, write the file, return what it contains. An error of the compiler is a result too."""
     try:
         (folder / job.file).parent.mkdir(parents=True, exist_ok=True)
         return Done(job, _cuda(job, folder) if job.source == "cuda" else [_triton(job, folder)])
     except OSError:
         raise
-    except Exception as error:  # compilers raise all sorts of things
+    except Exception as error:  # compilers raise all sorts of exceptions
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         telling = [line for line in lines if "error" in line.lower()] or lines or [type(error).__name__]
         return Done(job, [], telling[0])

@@ -1,6 +1,6 @@
-"""What every study shares: settings, trials, the engine that runs and resumes them, and what a run leaves behind.
+"""What all studies share: settings, trials, the engine that runs and resumes them, and the files of a run.
 
-``fastmod.runs.load(RUN)`` gives the trained model of a run folder back.
+``fastmod.runs.load(RUN)`` returns the trained model of a run folder.
 """
 
 from __future__ import annotations

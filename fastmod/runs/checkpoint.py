@@ -20,7 +20,7 @@ FORMAT = "fastmod-checkpoint-1"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Either the old file or the new one is there, whatever happens."""
+    """Write a file so that, whatever happens, either the old one or the new one is there."""
     temporary = path.with_name(path.name + ".new")
     try:
         with temporary.open("wb") as file:
@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # the new name itself must reach the disk
+    if os.name == "posix":  # the new name must reach the disk too
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -40,19 +40,19 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def save(path: Path, owner: str, state: dict[str, Any]) -> None:
-    """``owner`` says whose checkpoint it is; loading it for somebody else is refused."""
+    """``owner`` says whose checkpoint it is; loading it for another owner is refused."""
     write_atomically(path, content_of(owner, state))
 
 
 def content_of(owner: str, state: dict[str, Any]) -> bytes:
-    """Of the file."""
+    """The contents of the file."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "owner": owner, "digest": digest(state), "state": _alone(state)}, buffer)
     return buffer.getvalue()
 
 
 def _alone(value: Any) -> Any:
-    """The same, but for tensors that are part of a larger one: torch would save all of it with each."""
+    """Copies tensors that are part of a larger one: torch would save all of it with each."""
     if isinstance(value, Tensor):
         whole = value.layout != torch.strided or value.untyped_storage().nbytes() == value.nbytes
         return value if whole else value.detach().clone()
@@ -66,21 +66,21 @@ def load(path: Path, owner: str | None = None, content: bytes | None = None) -> 
     that is on another machine."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's remarks on pickles that are not its own
+            warnings.simplefilter("ignore")  # torch's warnings about foreign pickles
             source = path if content is None else io.BytesIO(content)
             found = torch.load(source, weights_only=True, map_location="cpu")
     except FileNotFoundError:
         raise StudyError(f"{path}: no such checkpoint") from None
     except Exception as error:  # a damaged file makes torch raise almost anything
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # torch gives advice that would not help
+        if isinstance(error, pickle.UnpicklingError):  # the advice of torch would not help
             reason = "damaged, or not only numbers, text and tensors"
         raise StudyError(f"{path}: not a readable checkpoint ({reason}); {_REMEDY}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("state"), dict):
         raise StudyError(f"{path}: not a checkpoint of a fastmod study (expected format {FORMAT}); {_REMEDY}")
     try:
         intact = found.get("digest") == digest(found["state"])
-    except (RuntimeError, TypeError, ValueError):  # tensors of kinds that are never saved here
+    except (RuntimeError, TypeError, ValueError):  # kinds of tensors that are never saved here
         intact = False
     if not intact:
         raise StudyError(f"{path}: damaged, its contents do not match its digest; {_REMEDY}")
@@ -106,7 +106,7 @@ def _feed(seal: Any, value: Any) -> None:
         if plain.layout != torch.strided:
             raise TypeError(f"checkpoint: expected dense tensors, got one of layout {plain.layout}")
         size = plain.numel() * plain.element_size()
-        if size:  # read in place; numpy, which torch does without, would be needed for nothing else
+        if size:  # read in place, without numpy, which is needed nowhere else
             seal.update((ctypes.c_char * size).from_address(plain.data_ptr()))
     elif isinstance(value, dict):
         seal.update(f"dict {len(value)}".encode())

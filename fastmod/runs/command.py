@@ -77,10 +77,10 @@ def study(
         return
     from fastmod.runs import engine
 
-    with clear_errors(), parallel.joined() as team:
-        if team.rank:
-            theirs: Any = team.same(None)  # the plan of the first process
-            engine.assist(theirs)
+    with clear_errors(), parallel.joined() as processes:
+        if processes.rank:
+            theirs: Any = processes.same(None)  # the plan of the first process
+            engine.train_along(theirs)
             return
         if resume is not None:
             others = (model, seeds, steps, epochs, setting, out, jobs, together, device, track)
@@ -100,9 +100,9 @@ def study(
             plan = placed(plan, on, address)
             default = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
             folder = RunFolder.create(out or default, plan)
-        if team.size > 1 and (max(plan.jobs, plan.together) > 1 or plan.on != HERE):
+        if processes.size > 1 and (max(plan.jobs, plan.together) > 1 or plan.on != HERE):
             raise StudyError("torchrun: one trial is trained at a time, so without --jobs, --together and --on")
-        team.same(plan)
+        processes.same(plan)
         run(folder, plan)
 
 

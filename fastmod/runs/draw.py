@@ -1,4 +1,4 @@
-"""Figures. Only these functions know matplotlib, which is imported when the first figure is drawn."""
+"""Figures. Only this module uses matplotlib, which is imported when the first figure is drawn."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_GROUPS = len(_COLOURS)
 
 
 def available() -> bool:
-    """Whether there is matplotlib; a run without it ends well, only without figures."""
+    """Whether matplotlib is installed; without it a run has no figures, but works."""
     return find_spec("matplotlib") is not None
 
 
 def needed() -> None:
-    """For what is nothing without a figure."""
+    """For commands that are useless without figures."""
     if not available():
         raise StudyError('figures need matplotlib: pip install "fastmod[study]"')
 
@@ -41,7 +41,7 @@ def _axes(size: tuple[float, float] = (6.4, 3.8)) -> tuple[Figure, Any]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    # No date and no version inside: the same run gives the same file.
+    # Without date and version, so that the same run gives the same file.
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
@@ -53,7 +53,7 @@ def lines(
     *,
     mark: float | None = None,
 ) -> Figure:
-    """Per group the mean of several lines over the same x, the single lines faint; ``mark`` draws a vertical line."""
+    """Per group the mean of several lines over the same x, with the single lines faint; ``mark``: a vertical line."""
     figure, axes = _axes()
     for colour, (name, several) in zip(_COLOURS, groups.items(), strict=False):
         for values in several if len(several) > 1 else []:
@@ -117,9 +117,7 @@ def heat_maps(rows: Sequence[tuple[str, Sequence[tuple[str, Any, Sequence[str], 
             image = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             axes.set_xticks(range(len(column_names)), column_names, fontsize=6, rotation=90)
             axes.set_yticks(range(len(row_names)), row_names, fontsize=6)
-            axes.axhline(
-                len(row_names) - 1.5, color="white", linewidth=2
-            )  # the last row is not a source: it is the gate
+            axes.axhline(len(row_names) - 1.5, color="white", linewidth=2)  # the last row is not a source but the gate
             axes.set_title(title if r == 0 else "", fontsize=8)
             if c == 0:
                 axes.set_ylabel(row_title, fontsize=8)
@@ -140,7 +138,7 @@ def grid(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, An
 def weights(
     axes: Any, title: str, matrix: Sequence[Sequence[float]], row_names: Sequence[str], column_names: Sequence[str]
 ) -> None:
-    """A map of weights in 0..1, each written into its cell unless there are too many to be read."""
+    """A map of weights in 0..1, each written into its cell unless there are too many to read."""
     axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     small = 7 if len(row_names) <= _READABLE else 4
     axes.set_xticks(range(len(column_names)), column_names, fontsize=7, rotation=90)

@@ -1,5 +1,5 @@
-"""Runs the trials of a study, one after the other, side by side or in several jobs, and picks up where a killed run
-left off."""
+"""Runs the trials of a study, one after the other, together or in several jobs, and continues where a killed run
+stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from fastmod.runs import checkpoint, parallel
 from fastmod.runs.config import StudyError, changed
 from fastmod.runs.folder import RAY, Plan, RunFolder, trial_key
-from fastmod.runs.jobs import Wire, run_jobs
+from fastmod.runs.jobs import Channel, run_jobs
 from fastmod.runs.ledger import FolderLedger, Ledger
 from fastmod.runs.side_by_side import SideBySide
 from fastmod.runs.signals import Stop, stop_on_signals
@@ -29,7 +29,7 @@ from fastmod.studies import registry
 
 @dataclass(frozen=True)
 class Progress:
-    """Told after every chunk; ``metrics`` only when the trial was evaluated there."""
+    """Reported after every chunk; ``metrics`` only if the trial was evaluated there."""
 
     key: str
     step: int
@@ -45,7 +45,7 @@ Listener = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Task:
-    """One trial of one run folder; ``label`` tells those of several folders apart."""
+    """One trial of one run folder; ``label`` distinguishes those of several folders."""
 
     path: Path
     plan: Plan
@@ -54,7 +54,7 @@ class Task:
     label: str = ""
 
     def named(self, tell: Listener) -> Listener:
-        """The listener, told of the trial by its label too."""
+        """The listener, called with the label of the trial in its name."""
         return (lambda now: tell(replace(now, key=f"{self.label} {now.key}"))) if self.label else tell
 
 
@@ -73,7 +73,7 @@ def prepare_trial(study: Study, plan: Plan, model: str, seed: int) -> Trial:
     try:
         return study.trial(config, model, seed, torch.device(plan.device))
     except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
-        # Settings that no model can be built with, a device that is not there, no memory.
+        # Settings for which no model can be built, a missing device, no memory.
         raise StudyError(f"{model} on {plan.device}: {_first_line(error)}") from error
 
 
@@ -89,19 +89,19 @@ def run_trial(
 
 
 def train(plan: Plan, model: str, seed: int, ledger: Ledger, tell: Listener, stopped: Callable[[], bool]) -> Record:
-    """Train one trial to its end, from what the ledger has of it."""
+    """Train one trial to its end, from the state in the ledger."""
     return train_all([Course(plan, model, seed, ledger)], tell, stopped)[0]
 
 
 class Course:
-    """A trial under way: where its news go, what it measured last, and its own noise."""
+    """A running trial: its ledger, its last metrics, and its own random generators."""
 
     def __init__(self, plan: Plan, model: str, seed: int, ledger: Ledger) -> None:
         self.key, self.model, self.ledger = trial_key(model, seed), model, ledger
         self.trial = prepare_trial(registry.get(plan.study), plan, model, seed)
         self.metrics: dict[str, float] = {}
         self._on_disk = -1  # step of the checkpoint
-        state = parallel.team.same(ledger.state())
+        state = parallel.processes.same(ledger.state())
         if state is not None:
             self.trial.load_state(state)
             self.metrics, self._on_disk = state["metrics"], self.trial.step
@@ -109,7 +109,7 @@ class Course:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[Trial]:
-        """The trial, with torch's generators as it left them, whoever used them since."""
+        """The trial, with torch's generators in the state in which it left them."""
         self.trial.set_random_state(self._random)
         yield self.trial
         self._random = self.trial.random_state()
@@ -119,15 +119,15 @@ class Course:
             return float(trial.chunk())
 
     def measure(self, loss: float) -> dict[str, float] | None:
-        """After a chunk; None where it is not due."""
+        """Evaluate after a chunk; None where that is not due."""
         with self.alone() as trial:
             if not math.isfinite(loss):
                 raise StudyError(f"{self.key}: the loss is {loss} at step {trial.step}; try a smaller lr")
             if not (trial.due or trial.finished):
                 return None
             for net in trial.nets():
-                parallel.team.same_buffers(net)
-            self.metrics = parallel.team.same({"loss": loss, **trial.metrics()})
+                parallel.processes.same_buffers(net)
+            self.metrics = parallel.processes.same({"loss": loss, **trial.metrics()})
             trial.after_evaluation(self.metrics)
             self.ledger.add(trial.step, self.metrics)
             return self.metrics
@@ -140,9 +140,9 @@ class Course:
 
 
 def train_all(courses: Sequence[Course], tell: Listener, stopped: Callable[[], bool]) -> list[Record]:
-    """Train some trials to their end: those at the lowest step side by side, so that one that a kill left behind
-    catches up first."""
-    team = parallel.team
+    """Train some trials to their end: always those at the lowest step together, so that a trial that fell behind when a
+    run was killed catches up first."""
+    processes = parallel.processes
     together: SideBySide | None = None
     try:
         saved = time.monotonic()
@@ -157,7 +157,7 @@ def train_all(courses: Sequence[Course], tell: Listener, stopped: Callable[[], b
                     if together is None or together.trials != trials:
                         together = SideBySide(trials)
                     losses = together.chunk().tolist()
-            except (MemoryError, RuntimeError) as error:  # torch has a class of its own for a GPU's memory only
+            except (MemoryError, RuntimeError) as error:  # torch has its own class only for the memory of a GPU
                 if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error):
                     keys = ", ".join(course.key for course in group)
                     raise StudyError(f"{keys}: out of memory; try a smaller batch or chunk") from error
@@ -169,7 +169,7 @@ def train_all(courses: Sequence[Course], tell: Listener, stopped: Callable[[], b
                 trial.seconds += spent / len(group)
                 rate = (trial.step - before) / spent
                 tell(Progress(course.key, trial.step, trial.steps, trial.seconds, rate, metrics, trial.finished))
-            if team.any(stopped()) and not all(course.trial.finished for course in courses):
+            if processes.any(stopped()) and not all(course.trial.finished for course in courses):
                 for course in courses:
                     course.save()
                 raise Interrupted
@@ -199,8 +199,8 @@ def run(folder: RunFolder, plan: Plan, tell: Listener) -> list[Record]:
         return run_tasks(begin(folder, plan), tell, stop)
 
 
-def assist(plan: Plan) -> None:
-    """What the other processes of a team do while the first one runs the plan."""
+def train_along(plan: Plan) -> None:
+    """Train along with the first process of a group, which runs the plan."""
     torch.set_num_threads(plan.threads)
     with stop_on_signals() as stop, contextlib.suppress(Interrupted):
         for model, seed in plan.trials():
@@ -208,13 +208,13 @@ def assist(plan: Plan) -> None:
 
 
 def begin(folder: RunFolder, plan: Plan, label: str = "") -> list[Task]:
-    """The trials of a folder, which is held; what they measured after their checkpoints is gone."""
+    """The trials of a folder, which is locked; metrics after their checkpoints are dropped."""
     folder.rewind(_steps_saved(folder, plan))
     return [Task(folder.path, plan, model, seed, label) for model, seed in plan.trials()]
 
 
 def run_tasks(tasks: Sequence[Task], tell: Listener, stop: Stop) -> list[Record]:
-    """All of them, in the way that their plans, which agree in this, say; their records in the same order."""
+    """Run all tasks as their plans say, which agree in this; returns their records in the same order."""
     plan = tasks[0].plan
     together = bundles(tasks)
     try:
@@ -234,8 +234,8 @@ def run_tasks(tasks: Sequence[Task], tell: Listener, stop: Stop) -> list[Record]
 
 
 def bundles(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks that differ in nothing but the seed, as many at a time as their plan wants side by side, in the order of
-    the tasks."""
+    """Groups tasks that differ only in the seed, as many as their plan wants to train together, in the order of the
+    tasks."""
     found: list[list[Task]] = []
     for task in tasks:
         last = found[-1] if found else []
@@ -247,7 +247,7 @@ def bundles(tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def run_bundle(bundle: Sequence[Task], tell: Listener, stopped: Callable[[], bool]) -> list[Record]:
-    """Train the tasks of a bundle: what a job or a process does at a time."""
+    """Train the tasks of a bundle, the unit of work of a job or a process."""
     if stopped():
         raise Interrupted
     first = bundle[0]
@@ -261,7 +261,7 @@ def run_bundle(bundle: Sequence[Task], tell: Listener, stopped: Callable[[], boo
 def run_together(
     folder: RunFolder, bundle: Sequence[Task], tell: Listener, stopped: Callable[[], bool]
 ) -> list[Record]:
-    """Train several trials side by side; one after the other, with a line that says why, where that cannot be."""
+    """Train several trials together; where that is impossible, one after the other, and a line says why."""
     tell = bundle[0].named(tell)
     courses = [Course(t.plan, t.model, t.seed, FolderLedger(folder, t.plan, t.model, t.seed)) for t in bundle]
     reason = SideBySide.why_not([course.trial for course in courses])
@@ -273,12 +273,12 @@ def run_together(
 
 @functools.cache
 def _say_once(line: str) -> None:
-    """A sweep has many bundles for which it holds."""
+    """Say it once, as it holds for many bundles of a sweep."""
     print(line, file=sys.stderr)
 
 
 def _steps_saved(folder: RunFolder, plan: Plan) -> dict[str, int]:
-    """Where each trial stands; a bad checkpoint is found here, before anything is touched."""
+    """The step of each trial; a bad checkpoint is found here, before anything is changed."""
     files = {(model, seed): folder.checkpoint_file(trial_key(model, seed)) for model, seed in plan.trials()}
     return {
         trial_key(*trial): checkpoint.load(file, plan.owner(*trial))["step"]
@@ -287,5 +287,5 @@ def _steps_saved(folder: RunFolder, plan: Plan) -> dict[str, int]:
     }
 
 
-def _job(wire: Wire, bundle: list[Task]) -> list[Record]:
-    return run_bundle(bundle, wire.tell, wire.stopped)
+def _job(channel: Channel, bundle: list[Task]) -> list[Record]:
+    return run_bundle(bundle, channel.tell, channel.stopped)

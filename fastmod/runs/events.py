@@ -1,4 +1,4 @@
-"""The same metrics once more, for TensorBoard."""
+"""The metrics of a trial for TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-_numbers = count()  # two writers of one process and second have files of their own
+_numbers = count()  # so that writers of one process and second have different files
 
 
 class Events:
-    """TensorBoard's file of a trial, made when there is something to log; nothing without tensorboard, which the
-    command says: the metrics have it all.
+    """The file of a trial, made when the first metrics are logged; without tensorboard, of which the command tells,
+    nothing: the run folder has all metrics.
 
-    Records are written here and now. Torch's SummaryWriter writes in a thread, where a full disk would end in a
-    traceback that only a hook of the whole process could keep back.
+    Records are written at once. Torch's SummaryWriter writes in a thread, where a full disk would end in a traceback
+    that only a hook for the whole process could suppress.
     """
 
     def __init__(self, folder: Path, step: int) -> None:

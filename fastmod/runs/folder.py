@@ -1,4 +1,4 @@
-"""The folder of a run: who may write what, and how it is read back."""
+"""The folder of a run: who may write what, and how it is read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HERE, RAY = "here", "ray"
 
 @dataclass(frozen=True)
 class Plan:
-    """config.json: what is run, complete, so that resuming needs nothing else."""
+    """config.json: everything that is run, so that resuming needs nothing else."""
 
     study: str
     models: list[str]
     seeds: list[int]
     settings: dict[str, Any]  # of the study's Config
     device: str = "cpu"
-    threads: int = 1  # of torch, in each job: sums depend on it in the last bit
+    threads: int = 1  # of torch, in each job: the last bit of sums depends on it
     jobs: int = 1
     together: int = 1  # trials of one model that train in one batched step
     versions: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Plan:
         return [(model, seed) for model in self.models for seed in self.seeds]
 
     def sound(self) -> bool:
-        """Whether the values are of the types they should be, after reading."""
+        """Whether the values have the right types, after reading."""
         return (
             all(isinstance(value, str) for value in (self.study, self.device, self.address or ""))
             and all(isinstance(value, list) for value in (self.models, self.seeds, self.track))
@@ -59,7 +59,7 @@ class Plan:
         )
 
     def owner(self, model: str, seed: int) -> str:
-        """Marks a checkpoint as this trial's: same study, model, seed and settings."""
+        """Marks a checkpoint as that of this trial: same study, model, seed and settings."""
         relevant = {k: v for k, v in self.settings.items() if k != "checkpoint_seconds"}
         if relevant.get("typed") is None:  # runs of old versions have none
             relevant.pop("typed", None)
@@ -71,7 +71,7 @@ def trial_key(model: str, seed: int) -> str:
 
 
 def file_name(text: str) -> str:
-    """Without what a file system or a shell may mind."""
+    """Without characters that are special in a file system or shell."""
     return re.sub(r"[^\w.=-]+", "_", text)
 
 
@@ -124,12 +124,12 @@ class RunFolder:
         return self.metrics_folder / f"{key}.jsonl"
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """To the trial's own file, which nobody else writes to."""
+        """Append to the file of the trial, which nothing else writes to."""
         self.metrics_folder.mkdir(exist_ok=True)  # runs of earlier versions have none
         handle = os.open(self.metrics_file(line["trial"]), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             content = (json.dumps(line) + "\n").encode()
-            while content:  # a second time only where the disk is full, to be told so
+            while content:  # a second time only if the disk is full, for the error
                 content = content[os.write(handle, content) :]
         finally:
             os.close(handle)
@@ -145,7 +145,7 @@ class RunFolder:
                     os.close(handle)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines, trial after trial; what was cut off by a crash or a full disk is left out."""
+        """All lines, trial after trial, without lines cut off by a crash or a full disk."""
         return [line for file in self._metrics_files() for line in _lines(file)]
 
     def _metrics_files(self) -> list[Path]:
@@ -154,8 +154,8 @@ class RunFolder:
         return [*earlier, *sorted(self.metrics_folder.glob("*.jsonl"))]
 
     def rewind(self, steps: Mapping[str, int], only: str | None = None) -> None:
-        """Drop what was measured after the checkpoints: it is going to be measured again. ``steps``: trial -> step;
-        ``only``: the trial that it is about."""
+        """Drop metrics after the checkpoints, as they will be measured again. ``steps``: trial -> step; ``only``: that
+        of one trial."""
         for file in self._metrics_files():
             kept = [
                 line
@@ -168,7 +168,7 @@ class RunFolder:
 
     @contextmanager
     def alone(self, patience: float = 10.0) -> Iterator[None]:
-        """Hold the run; jobs of a run whose main process was killed end by themselves within ``patience`` seconds."""
+        """Lock the run; jobs of a run whose main process was killed end by themselves within ``patience`` seconds."""
         if fcntl is None:
             yield
             return
@@ -182,12 +182,12 @@ class RunFolder:
                     if time.monotonic() > end:
                         raise StudyError(f"{self.path}: another process is at work on this run") from None
                     time.sleep(0.2)
-            fcntl.flock(lock, fcntl.LOCK_SH)  # the jobs hold it with us
+            fcntl.flock(lock, fcntl.LOCK_SH)  # the jobs share the lock
             yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What a job does while it works on the run: keeps others from taking it."""
+        """Keep the lock while a job works on the run."""
         if fcntl is None:
             yield
             return

@@ -1,4 +1,5 @@
-"""The cells of a sweep as a grid in Markdown: a column for every value of one setting, a row for the others'."""
+"""The cells of a sweep as a grid in Markdown: a column per value of one setting, a row per combination of the
+others."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _DIGITS = 6  # of a measure that is kept
 
 
 def cells(sweep: Sweep, found: Sequence[tuple[Cell, Record]], settings: Mapping[str, str]) -> dict[str, Any]:
-    """What is kept of a sweep: of every cell and model each measure, by trial."""
+    """The record of a sweep: every measure of each cell and model, by trial."""
     kept: dict[tuple[str, str], dict[str, Any]] = {}
     for cell, record in found:
         empty = {"model": record.model, **tables.plain(cell.values), "measures": {}}
@@ -31,8 +32,8 @@ def cells(sweep: Sweep, found: Sequence[tuple[Cell, Record]], settings: Mapping[
 
 
 def together(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Records of sweeps over one grid that have the same settings and other seeds, as days bring them, as one with the
-    trials of all. ``commits``: of each."""
+    """Joins records of sweeps over one grid with the same settings and different seeds into one with all trials.
+    ``commits``: those of each."""
     found: list[dict[str, Any]] = []
     for record in records:
         first = next((other for other in found if _goes_on(other, record)), None)
@@ -68,8 +69,8 @@ def _place(cell: Mapping[str, Any]) -> str:
 
 
 def tables_of(kept: Mapping[str, Any], about: str, measure: str, across: str, at: str | None = None) -> list[str]:
-    """A table for every model, under a line that says of what. Where ``at`` is given, each mean is followed by the
-    number of trials that have this value."""
+    """A table per model, below a line that describes it. With ``at``, each mean is followed by the number of trials
+    that have this value."""
     sweep = kept["sweep"]
     if across not in sweep["axes"]:
         raise StudyError(f"across={across}: expected one of {', '.join(sweep['axes'])}")

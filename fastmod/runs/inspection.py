@@ -1,4 +1,4 @@
-"""Looking inside a trained SMFR: who is routed where, and which blocks are rewritten, for each task."""
+"""Looks inside a trained SMFR: which blocks are routed where, and which are rewritten, for each task."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fastmod.studies import registry
 
 
 def inspect(folder: RunFolder, key: str | None = None) -> tuple[Path | None, list[str]]:
-    """Draws figures/routing-<trial>.png and, if gates were recorded, gates-<trial>.png: their means over time. The path
-    of the first (None without matplotlib), and lines: per task what the first layer reads, per layer how its gates
-    went."""
+    """Draws figures/routing-<trial>.png and, if gates were recorded, gates-<trial>.png: their means over time.
+    Returns the path of the first (None without matplotlib), and lines: per task what the first layer reads, per layer
+    how its gates developed."""
     plan = folder.plan()
     study = registry.get(plan.study)
     if not study.blocks[0]:
@@ -28,10 +28,10 @@ def inspect(folder: RunFolder, key: str | None = None) -> tuple[Path | None, lis
     key, trial = _smfr_of(study, plan, folder, key)
     trial.model.eval()
     assert isinstance(trial.model, SMFR)
-    rows, lines = [], []
+    rows, lines = [], [trial.inspection_note] if trial.inspection_note else []
     for task, blocks in study.examples(trial.config, trial.device).items():
         with torch.no_grad():
-            trial.model(blocks)
+            trial.model(trial.inspected(blocks))
         layers = [(r.weights.float().mean(0).cpu(), r.gates.float().mean(0).cpu()) for r in trial.model.routing()]
         rows.append((task, _panels(study, layers)))
         lines.append(f"{task}: {_most_read(study, layers[0][0])}")
@@ -86,7 +86,7 @@ def _panels(study: Study, layers: list[tuple[Tensor, Tensor]]) -> list[tuple[str
 
 
 def _most_read(study: Study, weights: Tensor) -> str:
-    """Input blocks by the share of the first layer's routing that they get."""
+    """Input blocks by their share of the routing in the first layer."""
     share = weights.mean(1)
     order = share.argsort(descending=True).tolist()
     return "  ".join(f"{study.blocks[0][b]} {share[b]:.2f}" for b in order)

@@ -1,4 +1,4 @@
-"""Several processes that work side by side, tell the main one how they fare, and end with it."""
+"""Several processes that work in parallel, report to the main one, and end with it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from fastmod.runs.signals import SIGNALS, signals_blocked
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Between the main process and its jobs. No manager process: it would outlive a main process that is killed."""
+class Channel:
+    """Between the main process and its jobs. Not a manager process, which would outlive a main process that is
+    killed."""
 
     news: Connection  # its sending end
     turn: Any  # lock: one job sends at a time
-    halt: Any  # shared number, 1 when the jobs have to stop; without a lock, which a killed job might keep
+    halt: Any  # shared number, 1 if the jobs have to stop; without a lock, which a killed job might hold
 
     def tell(self, progress: Any) -> None:
         with self.turn:
@@ -35,7 +36,7 @@ class Wire:
         return bool(self.halt.value)
 
 
-_wire: Wire  # of this process, if it is a job
+_channel: Channel  # of this process, if it is a job
 
 
 def run_jobs(
@@ -46,19 +47,19 @@ def run_jobs(
     tell: Callable[[Any], None],
     stop: threading.Event,
 ) -> list[Any]:
-    """What ``work(wire, *arguments)`` gives for each of the ``several`` arguments, in their order.
+    """The results of ``work(channel, *arguments)`` for each of the ``several`` arguments, in order.
 
-    ``work`` is a function of a module. What it sends by the wire reaches ``tell``, here and in the main process.
+    ``work`` is a function of a module. What it sends through the channel is passed to ``tell``, in the main process.
     """
     spawn = multiprocessing.get_context("spawn")  # a forked torch may hang in its threads
     news, sender = spawn.Pipe(duplex=False)
-    wire = Wire(sender, spawn.Lock(), spawn.RawValue("b", 0))
+    channel = Channel(sender, spawn.Lock(), spawn.RawValue("b", 0))
     over = threading.Event()
     trouble: list[BaseException] = []
-    listener = threading.Thread(target=_pass_on, args=(news, tell, stop, wire, over, trouble), daemon=True)
+    listener = threading.Thread(target=_pass_on, args=(news, tell, stop, channel, over, trouble), daemon=True)
     listener.start()
     others = multiprocessing.active_children()
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin_job, initargs=(threads, wire)) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin_job, initargs=(threads, channel)) as pool:
         with signals_blocked(), waiting.passively():
             futures = [pool.submit(_work, work, arguments) for arguments in several]
         try:
@@ -66,10 +67,10 @@ def run_jobs(
         except BrokenProcessPool:
             for process in multiprocessing.active_children():
                 if process not in others:
-                    process.kill()  # the pool is going to wait for them, and its own SIGTERM they ignore
+                    process.kill()  # the pool waits for them, and they ignore its SIGTERM
             raise ChildProcessError("a job was killed, perhaps because memory ran out") from None
         except BaseException:
-            wire.halt.value = 1
+            channel.halt.value = 1
             pool.shutdown(cancel_futures=True)
             raise
         finally:
@@ -83,38 +84,38 @@ def _pass_on(
     news: Connection,
     tell: Callable[[Any], None],
     stop: threading.Event,
-    wire: Wire,
+    channel: Channel,
     over: threading.Event,
     trouble: list[BaseException],
 ) -> None:
-    """Runs in a thread. What ``tell`` raises ends the run, as it does without jobs."""
+    """Runs in a thread. An exception in ``tell`` ends the run, as it does without jobs."""
     while True:
-        last = over.is_set()  # before looking: what the jobs have sent until then is shown
+        last = over.is_set()  # before polling, so that everything sent until then is shown
         if stop.is_set():
-            wire.halt.value = 1
+            channel.halt.value = 1
         if news.poll(0 if last else 0.2):
-            progress = news.recv()  # also where nobody listens any more: jobs would wait for a full pipe
+            progress = news.recv()  # even if it is not used any more: jobs would wait for a full pipe
             try:
                 if not trouble:
                     tell(progress)
-            except BaseException as error:  # rich ends the program where a pipe is closed
+            except BaseException as error:  # rich ends the program if a pipe is closed
                 trouble.append(error)
-                wire.halt.value = 1
+                channel.halt.value = 1
         elif last:
             return
 
 
-def _begin_job(threads: int, wire: Wire) -> None:
-    global _wire
+def _begin_job(threads: int, channel: Channel) -> None:
+    global _channel
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the main process decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    _wire = wire
+    _channel = channel
 
 
 def _end_with_parent() -> None:
-    """The main process was killed: leave the run to whoever resumes it, wherever this job is, without work too."""
+    """If the main process is killed, end this job at once, even an idle one: the run belongs to whoever resumes it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -122,4 +123,4 @@ def _end_with_parent() -> None:
 
 
 def _work(work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    return work(_wire, *arguments)
+    return work(_channel, *arguments)

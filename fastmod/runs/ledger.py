@@ -1,4 +1,4 @@
-"""Where the news of a trial go: metrics, checkpoints and trackers, in the folder of its run."""
+"""Records what a trial reports: metrics, checkpoints and trackers, in the folder of its run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastmod.runs.folder import Plan, RunFolder, trial_key
 
 
 class Ledger(Protocol):
-    """What the engine asks of it, wherever the trial is trained."""
+    """What the engine needs, wherever the trial is trained."""
 
     def state(self) -> dict[str, Any] | None:
-        """What to go on from, if there is anything."""
+        """The state to continue from, if there is one."""
 
     def add(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -22,13 +22,13 @@ class Ledger(Protocol):
 
 
 class FolderLedger:
-    """On this machine's disk."""
+    """A ledger on the disk of this machine."""
 
     def __init__(self, folder: RunFolder, plan: Plan, model: str, seed: int) -> None:
         self._folder, self._model, self._seed = folder, model, seed
         self.key, self._owner = trial_key(model, seed), plan.owner(model, seed)
         self._plan, self._file = plan, folder.checkpoint_file(self.key)
-        self._sinks: tracking.Sinks | None = None  # opened after the checkpoint was read: they ask for its step
+        self._sinks: tracking.Sinks | None = None  # opened after the checkpoint was read, as they need its step
         self._step = 0
 
     def state(self) -> dict[str, Any] | None:
@@ -49,14 +49,14 @@ class FolderLedger:
         self.keep(checkpoint.content_of(self._owner, state))
 
     def keep(self, content: bytes) -> None:
-        """A checkpoint that is sealed already."""
+        """Write a checkpoint that was already serialised."""
         if self._sinks is not None:
             self._sinks.flush()
         self._folder.sync(self.key)
         checkpoint.write_atomically(self._file, content)
 
     def kept(self) -> bytes | None:
-        """The checkpoint as it is on the disk; what was measured after it is dropped, to be measured again."""
+        """The checkpoint on the disk; metrics measured after it are dropped, as they will be measured again."""
         state = self.state()
         self._folder.rewind({self.key: self._step if state is not None else -1}, only=self.key)
         return self._file.read_bytes() if state is not None else None

@@ -1,9 +1,9 @@
 """Trials as tasks of a Ray cluster: ``--on ray``.
 
-Nodes share no files with this process. A trial is handed its checkpoint, and sends metrics and new checkpoints to the
-*desk*, an actor on this machine, from where they are written into the run folder. So a node that dies costs what its
-trials did since their checkpoints: they are handed out again. A task that was given up, but is alive after all (its
-node was out of reach), is not listened to any more: every handing out has a number.
+Nodes share no files with this process. A trial is given its checkpoint, and sends metrics and new checkpoints to the
+*collector*, an actor on this machine, from which they are written into the run folder. So if a node dies, only the work
+since the last checkpoints is lost: its trials are assigned again. A task that was given up but is still alive (its node
+was unreachable) is ignored from then on: every assignment has a number.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from fastmod.runs.ledger import FolderLedger
 from fastmod.runs.signals import SIGNALS, Stop
 from fastmod.runs.study import Record
 
-_DEATHS = 3  # of one task in a row without a checkpoint between: then it is not the node
-_QUIET = 0.5  # seconds between two signs of life that hold nothing to keep
-_ROUND = 0.2  # seconds of waiting before stops and news are looked at again
+_DEATHS = 3  # of one task in a row without a checkpoint in between: then the node is not to blame
+_QUIET = 0.5  # seconds between two progress reports without metrics
+_ROUND = 0.2  # seconds of waiting before stops and messages are checked again
 
 
-def _desk_class() -> type:
-    """Made in a function, and handed bytes alone: so the desk's process need not import torch, which takes seconds."""
+def _collector_class() -> type:
+    """Made in a function, and given bytes only, so that its process need not import torch, which takes seconds."""
 
-    class Desk:
-        """Where tasks leave their news, in the order of each."""
+    class Collector:
+        """Receives the messages of tasks, those of each task in order."""
 
         def __init__(self) -> None:
             self._news: list[tuple[int, int, bytes]] = []
             self._halt = False
 
         def put(self, number: int, handed: int, news: bytes) -> bool:
-            """Whether to stop is the answer."""
+            """Returns whether to stop."""
             self._news.append((number, handed, news))
             return self._halt
 
@@ -56,14 +56,15 @@ def _desk_class() -> type:
         def halt(self) -> None:
             self._halt = True
 
-    return Desk
+    return Collector
 
 
 class Remote:
-    """A trial's ledger on its node: all goes to the desk. ``sender``: number of the task, and of its handing out."""
+    """The ledger of a trial on its node: sends everything to the collector. ``sender``: numbers of task and
+    assignment."""
 
-    def __init__(self, desk: Any, sender: tuple[int, int], plan: Plan, model: str, seed: int, kept: bytes | None):
-        self._desk, self._sender, self._kept = desk, sender, kept
+    def __init__(self, collector: Any, sender: tuple[int, int], plan: Plan, model: str, seed: int, kept: bytes | None):
+        self._collector, self._sender, self._kept = collector, sender, kept
         self._owner, self._file = plan.owner(model, seed), Path(f"{trial_key(model, seed)}.pt")
         self._halt, self._told = False, -1e9
 
@@ -94,7 +95,7 @@ class Remote:
         import ray
 
         news = pickle.dumps((kind, *what))
-        self._halt = ray.get(self._desk.put.remote(*self._sender, news))  # waited for: what is sent, is there
+        self._halt = ray.get(self._collector.put.remote(*self._sender, news))  # waits until it has arrived
 
 
 def _node() -> str:
@@ -103,59 +104,59 @@ def _node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def _work(desk: Any, sender: tuple[int, int], plan: Plan, model: str, seed: int, kept: bytes | None) -> Record:
+def _work(collector: Any, sender: tuple[int, int], plan: Plan, model: str, seed: int, kept: bytes | None) -> Record:
     """On a node."""
     torch.set_num_threads(plan.threads)
-    ledger = Remote(desk, sender, plan, model, seed, kept)
+    ledger = Remote(collector, sender, plan, model, seed, kept)
     return train(plan, model, seed, ledger, ledger.tell, ledger.stopped)
 
 
 def run_on_ray(bundles: Sequence[Sequence[Task]], tell: Listener, stop: Stop) -> list[list[Record]]:
-    """The records of every bundle. As many trials at a time as the cluster has room for."""
+    """The records of every bundle. Runs as many trials at a time as the cluster has room for."""
     import ray
 
     tasks = [task for bundle in bundles for task in bundle]
     with _cluster(ray, tasks[0].plan.address):
-        records = iter(_Office(ray, tasks, tell, stop).run())
+        records = iter(_Coordinator(ray, tasks, tell, stop).run())
     return [[next(records) for _ in bundle] for bundle in bundles]
 
 
 @contextlib.contextmanager
 def _cluster(ray: Any, address: str | None) -> Any:
-    if ray.is_initialized():  # by the program that this is a part of
+    if ray.is_initialized():  # by the surrounding program
         yield
         return
     ours = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    except Exception as error:  # it raises plain ones too
+    except Exception as error:  # Ray also raises plain ones
         words = next(iter(str(error).splitlines()), type(error).__name__)
         raise StudyError(f"{f'--address {address}' if address else '--on ray'}: {words}") from None
     try:
         if threading.current_thread() is threading.main_thread():
             for number, handler in ours.items():
-                signal.signal(number, handler)  # Ray has put its own in their place, which end the process
+                signal.signal(number, handler)  # Ray has installed its own, which end the process
         yield
     finally:
         ray.shutdown()
 
 
-class _Office:
-    """This machine's side."""
+class _Coordinator:
+    """The side of this machine."""
 
     def __init__(self, ray: Any, tasks: Sequence[Task], tell: Listener, stop: Stop) -> None:
         self._ray, self._tasks, self._stop = ray, tasks, stop
         self._tell = [task.named(tell) for task in tasks]
         self._ledgers: dict[int, FolderLedger] = {}
-        self._handed = [0] * len(tasks)  # how often each was
+        self._handed = [0] * len(tasks)  # how often each was assigned
         self._deaths = [0] * len(tasks)  # since its last checkpoint
         self._begun: set[int] = set()
         self._records: dict[int, Record] = {}
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(_node(), soft=False)
-        self._desk = ray.remote(_desk_class()).options(num_cpus=0, scheduling_strategy=here).remote()
+        self._collector = ray.remote(_collector_class()).options(num_cpus=0, scheduling_strategy=here).remote()
         plan = tasks[0].plan
         gpus = 1 if plan.device.startswith("cuda") else 0
-        # A task that asks for more than any node has would wait for ever.
+        # A task that asks for more than any node has would wait forever.
         room = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         self._work = ray.remote(_work).options(
             num_cpus=min(plan.threads, room) if room else plan.threads, num_gpus=gpus, max_retries=0
@@ -167,12 +168,12 @@ class _Office:
             stack.callback(self._close)
             while waiting:
                 if self._stop.is_set():
-                    self._ray.get(self._desk.halt.remote())
+                    self._ray.get(self._collector.halt.remote())
                     for reference in [one for one, number in waiting.items() if number not in self._begun]:
                         self._ray.cancel(reference, force=True)
                         del waiting[reference]
                 ended, _ = self._ray.wait(list(waiting), timeout=_ROUND) if waiting else ([], [])
-                self._read_news()  # after the wait: what ended tasks have sent is there
+                self._read_news()  # after the wait, when everything that ended tasks sent has arrived
                 for reference in ended:
                     number = waiting.pop(reference)
                     if not self._ended(reference, number):
@@ -188,10 +189,10 @@ class _Office:
         ledger = FolderLedger(RunFolder(task.path), task.plan, task.model, task.seed)
         kept, self._ledgers[number] = ledger.kept(), ledger
         sender = (number, self._handed[number])
-        return self._work.remote(self._desk, sender, task.plan, task.model, task.seed, kept)
+        return self._work.remote(self._collector, sender, task.plan, task.model, task.seed, kept)
 
     def _ended(self, reference: Any, number: int) -> bool:
-        """False: its node or process died, and it has to be handed out again."""
+        """False if its node or process died, so that it has to be assigned again."""
         self._ledgers[number].close()
         errors = self._ray.exceptions
         try:
@@ -210,7 +211,7 @@ class _Office:
         return True
 
     def _read_news(self) -> None:
-        for number, handed, news in self._ray.get(self._desk.take.remote()):
+        for number, handed, news in self._ray.get(self._collector.take.remote()):
             if handed != self._handed[number]:
                 continue
             kind, *what = pickle.loads(news)
@@ -226,14 +227,14 @@ class _Office:
                 self._tell[number](*what)
 
     def _note(self, number: int, where: dict[str, Any]) -> None:
-        """nodes.jsonl: who trained what, and from which step on."""
+        """Write to nodes.jsonl which node trained what, and from which step on."""
         task = self._tasks[number]
         with (task.path / "nodes.jsonl").open("a") as file:
             file.write(json.dumps({"trial": trial_key(task.model, task.seed), **where}) + "\n")
 
     def _close(self) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get(self._desk.halt.remote())  # an error of one trial ends the others after their chunk
+            self._ray.get(self._collector.halt.remote())  # an error of one trial ends the others after their chunk
         for ledger in self._ledgers.values():
             ledger.close()
-        self._ray.kill(self._desk)
+        self._ray.kill(self._collector)

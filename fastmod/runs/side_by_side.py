@@ -1,8 +1,9 @@
-"""Trials that differ in the seed alone, trained in one batched step.
+"""Trials that differ only in the seed, trained in one batched step.
 
 The models are the copies of a :class:`fastmod.nn.Ensemble`: a step is one forward and one backward for all, every copy
-with the data of its own seed. All else stays the trial's own: its parameters become views of the ensemble's, so that
-its optimiser steps, clips and counts, its model is evaluated and its state saved as if it were alone.
+with the data of its own seed. Everything else belongs to the trial: its parameters become views of those of the
+ensemble, so that its optimiser steps, clips and counts, its model is evaluated and its state is saved as if it were
+alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class SideBySide:
 
     @staticmethod
     def why_not(trials: Sequence[Trial]) -> str | None:
-        """What keeps these trials from training side by side."""
+        """Why these trials cannot be trained together."""
         if not all(trial.side_by_side for trial in trials):
             return "as its loss cannot be mapped over them"
         if any(trial.config != trials[0].config for trial in trials):
@@ -68,7 +69,7 @@ class SideBySide:
 
 
 def _share(model: nn.Module, copies: nn.Module, index: int) -> None:
-    """Parameters and buffers of the model become the copy's, which have the same values."""
+    """Replace parameters and buffers of the model by those of the copy, which have the same values."""
     mine, theirs = ((*net.parameters(), *net.buffers()) for net in (model, copies))
     for own, stacked in zip(mine, theirs, strict=True):
         own.data = stacked.data[index]

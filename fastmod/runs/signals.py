@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do to a run: the first one asks it to stop."""
+"""Ctrl-C and SIGTERM in a run: the first one asks it to stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # by a terminal; by a system that shu
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM where nothing is in the middle of a trial, in :func:`terminations_raise`."""
+    """SIGTERM outside trials, in :func:`terminations_raise`."""
 
     number = int(signal.SIGTERM)
 
@@ -48,7 +48,7 @@ def terminations_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[dict[signal.Signals, Any]]:
-    """The handlers that were, also after the block; only the main thread may set any, others leave all as it is."""
+    """Restores the handlers after the block; does nothing outside the main thread, which alone may set handlers."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before |= {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
@@ -63,7 +63,7 @@ def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> 
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """A job inherits this: until it has set its own ways, in the seconds that importing takes, Ctrl-C would kill it."""
+    """Jobs inherit this: without it Ctrl-C would kill them in the seconds of importing, before they set their own."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -1,4 +1,4 @@
-"""A sweep: one study over a grid of settings. Every cell of the grid is a run folder of its own, in ``cells/``."""
+"""A sweep: one study over a grid of settings. Every cell of the grid is a run folder, in ``cells/``."""
 
 from __future__ import annotations
 

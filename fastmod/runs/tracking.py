@@ -1,7 +1,7 @@
-"""Trackers of experiments, told the same metrics as the run folder: ``--track tensorboard|wandb|mlflow|trackio``.
+"""Trackers of experiments, which get the same metrics as the run folder: ``--track tensorboard|wandb|mlflow|trackio``.
 
-Each is a thin sink for one trial, opened with its first metrics. Nothing depends on them: the run folder has it all, so
-a tracker that fails (a server that is away) is left out with a warning, and training goes on.
+Each is a thin sink for one trial, opened with its first metrics. Nothing depends on them, as the run folder has
+everything: a tracker that fails (its server is down) is dropped with a warning, and training goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastmod.runs.folder import Plan, trial_key
 
 @dataclass(frozen=True)
 class About:
-    """The trial that a sink is for; ``step``: of the checkpoint that it goes on from."""
+    """The trial of a sink; ``step``: that of the checkpoint from which it continues."""
 
     folder: Path
     plan: Plan
@@ -45,7 +45,7 @@ class About:
         return {"model": self.model, "seed": self.seed, **self.plan.settings}
 
     def number(self, tracker: str, made: Callable[[], str]) -> tuple[str, bool]:
-        """What the tracker calls this trial, and whether it was there before: a resumed trial keeps its line."""
+        """The name of this trial in the tracker, and whether it existed before: a resumed trial keeps its line."""
         file = self.folder / "tracking" / f"{self.key}.{tracker}"
         if file.exists():
             return file.read_text(), True
@@ -77,7 +77,7 @@ class Wandb:
         self._run.log(metrics, step=step)
 
     def flush(self) -> None:
-        pass  # it sends in a process of its own
+        pass  # it sends from its own process
 
     def close(self) -> None:
         self._run.finish()
@@ -95,7 +95,7 @@ class Mlflow:
             self._client.update_run(self._number, status="RUNNING")
 
     def _begin(self, mlflow: Any, about: About) -> str:
-        experiment = mlflow.set_experiment(about.project).experiment_id  # made if it is not there
+        experiment = mlflow.set_experiment(about.project).experiment_id  # created if missing
         name = f"{about.folder.name} {about.key}"
         number = self._client.create_run(experiment, run_name=name).info.run_id
         parameters = [self._entities.Param(key, str(value)) for key, value in about.settings.items()]
@@ -115,7 +115,7 @@ class Mlflow:
 
 
 class Trackio:
-    """A run of trackio's local data base, in the project ``fastmod-STUDY``."""
+    """A run in the local data base of trackio, in the project ``fastmod-STUDY``."""
 
     def __init__(self, about: About) -> None:
         name, known = about.number("trackio", lambda: f"{about.folder.name}-{about.key}-{uuid.uuid4().hex[:6]}")
@@ -134,17 +134,17 @@ class Trackio:
 
 
 def _plain(name: str) -> str:
-    """MLflow takes letters, digits and a few signs."""
+    """MLflow allows letters, digits and a few signs."""
     return re.sub(r"[^\w\-./ ]", "_", name, flags=re.ASCII)
 
 
 _OTHERS: dict[str, Callable[[About], Sink]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
-#: Tracker -> the extra that brings it.
+#: Tracker -> the extra that installs it.
 EXTRAS = {"tensorboard": "study", **{name: name for name in _OTHERS}}
 
 
 def check(names: Sequence[str]) -> None:
-    """Before anything is begun."""
+    """Check the names before anything starts."""
     for name in names:
         if name not in EXTRAS:
             raise StudyError(f"--track {name}: expected one of {', '.join(EXTRAS)}")
@@ -153,7 +153,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Sinks:
-    """All of a trial: TensorBoard's where the package is there, and those that the plan asks for."""
+    """All sinks of a trial: TensorBoard if it is installed, and those that the plan names."""
 
     def __init__(self, about: About) -> None:
         self._events = Events(about.folder / "events" / about.key, about.step)
@@ -184,7 +184,7 @@ class Sinks:
     def _try(self, name: str, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # of somebody else's network: anything
+        except Exception as error:  # may be anything, from somebody else's network
             self._others.pop(name, None)
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             warnings.warn(f"{self._about.key}: {name} is not told any more: {reason}", RuntimeWarning, stacklevel=2)

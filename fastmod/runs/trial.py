@@ -1,4 +1,4 @@
-"""One model in training, and all that a checkpoint must hold of it."""
+"""One model in training, and everything of it that a checkpoint must hold."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fastmod.runs.config import Config, StudyError
 
 
 class Trial(ABC):
-    """A model, its optimiser and its place in the data.
+    """A model, its optimiser and its position in the data.
 
-    A study's trial says how data are made (``batches``), what the loss is and how to evaluate. Data are a function of
-    (seed, step), so the place in the data is the step. State beyond model, optimiser and step goes into ``extra``,
-    which holds numbers, text, tensors, and lists and dicts of these.
+    The trial of a study says how data are made (``batches``), what the loss is and how to evaluate. Data are a function
+    of (seed, step), so the position in the data is the step. State beyond model, optimiser and step goes into
+    ``extra``, which holds numbers, text, tensors, and lists and dicts of these.
     """
 
-    #: Where the examples are in each tensor of a step's batch; first in those that it says nothing of.
+    #: The dimension of the examples in each tensor of a batch; the first one for tensors beyond these.
     batch_dims: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, config: Config, name: str, model: nn.Module, seed: int, device: torch.device) -> None:
@@ -34,16 +34,17 @@ class Trial(ABC):
         self.extra: dict[str, Any] = {}
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Of the fresh model; its state is part of the checkpoint. By default Adam, with clipped gradients."""
+        """The optimiser of the new model; its state is part of the checkpoint. By default Adam, with clipped
+        gradients."""
         return Adam(self.model.parameters(), self.config.lr, max_norm=self.config.clip)
 
     def nets(self) -> list[nn.Module]:
-        """Whose buffers the processes of a team agree on before an evaluation."""
+        """The modules whose buffers the processes of a group agree on before an evaluation."""
         return [self.model]
 
     @property
     def steps(self) -> int:
-        """How many steps there are to do; may shrink or grow as the trial learns more."""
+        """The number of steps to do; may change as the trial learns more."""
         return self.config.steps
 
     @property
@@ -52,7 +53,7 @@ class Trial(ABC):
 
     @property
     def due(self) -> bool:
-        """Whether to evaluate now, between two chunks; at the end it is done in any case."""
+        """Whether to evaluate now, between two chunks; at the end that is done in any case."""
         return self.step % self.config.evaluate_every == 0
 
     @abstractmethod
@@ -68,17 +69,26 @@ class Trial(ABC):
         """Metrics; called without gradients and with the model in eval mode."""
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:  # noqa: B027 - optional
-        """Where a trial of several stages moves on."""
+        """Where a trial with several stages moves to the next."""
 
     def result(self, last: dict[str, float]) -> dict[str, Any]:
-        """What the table needs of a finished trial; by default its last metrics."""
+        """The values of a finished trial for the table; by default its last metrics."""
         return last
 
     @property
     def side_by_side(self) -> bool:
-        """Whether trials of other seeds can train in one batched step with this one: ``loss`` reads nothing that is
-        this trial's own but the model, draws no noise, and is made of what :func:`torch.vmap` can map."""
+        """Whether trials of other seeds can train in one batched step with this one: of what
+        belongs to this trial, ``loss`` reads the model only; it draws no noise, and :func:`torch.vmap` can map it."""
         return False
+
+    def inspected(self, blocks: Tensor) -> Tensor:
+        """A study's example input as the model meets it in training."""
+        return blocks
+
+    @property
+    def inspection_note(self) -> str:
+        """What else ``fastmod inspect`` should say of the names of input blocks."""
+        return ""
 
     def masks(self) -> dict[str, dict[str, Tensor]]:
         """Task -> parameter -> bool, of a trial that learns masks."""
@@ -89,17 +99,17 @@ class Trial(ABC):
         begin = self.step
         data = self.batches(self.generator("data", self.step))
         total = torch.zeros((), device=self.device)
-        team = parallel.team
-        with team.noise():
+        processes = parallel.processes
+        with processes.noise():
             for batch in zip(*data, strict=True):
-                loss = self.loss(*team.part(batch, self.batch_dims))
+                loss = self.loss(*processes.part(batch, self.batch_dims))
                 loss.backward()
-                team.average(self.optimizer)
+                processes.average(self.optimizer)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 total += loss.detach()
                 self.step += 1
-        return team.mean(total / (self.step - begin))
+        return processes.mean(total / (self.step - begin))
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -115,7 +125,7 @@ class Trial(ABC):
         return torch.Generator(self.device).manual_seed(mixed % 2**63)
 
     def random_state(self) -> dict[str, Tensor | None]:
-        """Where torch's generators stand: that of the CPU, and that of the device."""
+        """The states of torch's generators: that of the CPU, and that of the device."""
         cuda = self.device.type == "cuda"
         return {
             "generator": torch.get_rng_state(),

@@ -20,7 +20,7 @@ from tests.helpers.study_runs import digits, states
 
 SIZES = ("batch=8", "chunk=5", "fnn_width=6", "fnn_depth=1", "evaluate_every=10", "checkpoint_seconds=0", "lr=0.01")
 SMALL = ["doubleadd", "--model", "FNN", "--seeds", "0", "--steps", "40", *(f"--set={size}" for size in SIZES)]
-#: Tells which threads a process of the team still has when it ends.
+#: Tells which threads a process of the group still has when it ends.
 THREADS_LEFT = """
 import atexit, os, pathlib
 def tell():
@@ -59,15 +59,15 @@ def test_two_processes_go_on_as_one_would(tmp_path: Path) -> None:
     assert len(halves) == 4
 
 
-def team(rank: int, size: int) -> parallel.Team:
-    made = parallel.Team.__new__(parallel.Team)
+def member(rank: int, size: int) -> parallel.Group:
+    made = parallel.Group.__new__(parallel.Group)
     made.rank, made.size = rank, size
     return made
 
 
 def test_parts_are_the_batch() -> None:
     batch, forced = torch.arange(12).view(6, 2), torch.tensor(1.0)
-    parts = [team(rank, 3).part((batch, batch[:, 0], forced)) for rank in range(3)]
+    parts = [member(rank, 3).part((batch, batch[:, 0], forced)) for rank in range(3)]
     assert torch.equal(torch.cat([part[0] for part in parts]), batch)
     assert torch.equal(torch.cat([part[1] for part in parts]), batch[:, 0])
     assert all(part[2] is forced for part in parts), "a number for the whole step"
@@ -75,11 +75,11 @@ def test_parts_are_the_batch() -> None:
 
 def test_parts_where_the_batch_is_not_first() -> None:
     index, tasks = torch.arange(12).view(6, 2), torch.arange(24).view(2, 6, 2)
-    parts = [team(rank, 3).part((index, tasks, index), (0, 1)) for rank in range(3)]
+    parts = [member(rank, 3).part((index, tasks, index), (0, 1)) for rank in range(3)]
     assert all(part[0] is not index and torch.equal(part[0], part[2]) for part in parts)
     assert torch.equal(torch.cat([part[1] for part in parts], 1), tasks)
     with pytest.raises(StudyError, match="batch: expected a multiple of the 2 processes"):
-        team(0, 2).part((index, tasks))
+        member(0, 2).part((index, tasks))
 
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -122,7 +122,7 @@ def test_every_family_is_shared_out(study: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shapes", [[(5, 2)], [(6,), (3,)], [()]])
 def test_batches_that_cannot_be_shared_out(shapes: list[tuple[int, ...]]) -> None:
     with pytest.raises(StudyError, match="batch: expected a multiple of the 2 processes"):
-        team(0, 2).part(tuple(torch.zeros(shape) for shape in shapes))
+        member(0, 2).part(tuple(torch.zeros(shape) for shape in shapes))
 
 
 def test_gradients_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_gradients_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     two = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
     unused = torch.nn.Parameter(torch.zeros(1))
     one.grad, two.grad = torch.full((3, 2), 3.0).t(), torch.arange(4.0, dtype=torch.float64)
-    team(0, 2).average(torch.optim.SGD([{"params": [one]}, {"params": [two, unused]}], lr=1.0))
+    member(0, 2).average(torch.optim.SGD([{"params": [one]}, {"params": [two, unused]}], lr=1.0))
     assert torch.equal(one.grad, torch.full((2, 3), 1.5)) and unused.grad is None
     assert torch.equal(two.grad, torch.tensor([0.0, 0.5, 1.0, 1.5], dtype=torch.float64))
 
@@ -141,7 +141,7 @@ def test_noise_is_each_process_own_and_the_generator_common() -> None:
     drawn, after = [], []
     for rank in range(2):
         torch.manual_seed(3)
-        with team(rank, 2).noise():
+        with member(rank, 2).noise():
             drawn.append(torch.rand(4))
         after.append(torch.rand(4))
     assert not torch.equal(drawn[0], drawn[1]) and torch.equal(after[0], after[1])
