@@ -173,8 +173,7 @@ class Study(ABC):
         left = {k: v for k, v in vars(self.defaults).items() if k not in _BOOKKEEPING and not self.is_own(k)}
         theirs = {**left, **theirs}
         apart = {k: f"{k} {getattr(ours, k)} ({v})" for k, v in theirs.items() if getattr(ours, k) != v}
-        idle = {*swept, *self.unused(ours, model)}
-        apart = {k: text for k, text in apart.items() if k not in idle}
+        apart = {k: text for k, text in apart.items() if k not in swept}
         known = [text for k, text in apart.items() if k not in self.unprinted]
         unknown = [text for k, text in apart.items() if k in self.unprinted]
         found = f"not the paper's setting: {', '.join(known)}" if known else "the paper's setting"

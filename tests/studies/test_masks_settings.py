@@ -126,7 +126,6 @@ def test_a_net_as_large_as_the_papers_is_the_papers() -> None:
     assert study.setting(config, "FNN") == study.setting(config, "FNN_large") == "the paper's setting"
     other = study.setting(changed(config, {"hidden": "800,800"}), "FNN_large")
     assert other == f"not the paper's setting: hidden (800, 800) ({(2000,) * 4})"
-    assert study.setting(config, "LSTM").startswith("not the paper's setting: hidden") is False
 
 
 def test_the_ratio_of_figure_11_stands_beside_its_nets() -> None:
