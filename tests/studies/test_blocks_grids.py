@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastmod.runs.config import StudyError, changed
 from fastmod.runs.study import Outcome, Record
 from fastmod.studies.blocks import addmul, algo, bpmnist, doubleadd, grids, models
 from tests.helpers.study_commands import in_process
+from tests.helpers.study_runs import untouched
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"batch": 4, "width": 3, "depth": 1, "hidden": 8, "layers": 1}
@@ -216,6 +218,31 @@ def test_gates_are_recorded_and_inspected(tmp_path: Path) -> None:
     shown = in_process("inspect", run)
     assert shown.code == 0 and "gates of layer 1: 0." in shown.text and "in the end" in shown.text
     assert (run / "figures" / "gates-SMFR_softmax-s0.png").stat().st_size > 5000
+
+
+def test_inspection_of_a_noisy_run_shows_what_the_net_sees(tmp_path: Path) -> None:
+    trial = algo.AlgoTrial(changed(algo.AlgoConfig(), {**SMALL, "noisy": True}), "SMFR", 3, CPU)
+    assert trial.noise is not None
+    met: list[torch.Tensor] = []
+    trial.model.register_forward_pre_hook(lambda _, inputs: met.append(inputs[0]))
+    (blocks, *_) = algo.Algo().examples(trial.config, CPU).values()
+    trial.advance(blocks[:, :5], blocks[:, 5])
+    assert torch.equal(met[0], trial.inspected(blocks)) and not torch.equal(met[0], blocks)
+    plain = algo.AlgoTrial(changed(algo.AlgoConfig(), SMALL), "SMFR", 3, CPU)
+    assert plain.inspected(blocks) is blocks and not plain.inspection_note
+    run = tmp_path / "run"
+    shutil.copytree(untouched("algo"), run)
+    shown = in_process("inspect", run)
+    assert shown.code == 0 and shown.out.startswith("noisy: each of the blocks"), shown.text
+    from fastmod.runs import inspection, load_trial
+
+    loaded = load_trial(run, "SMFR-s0")
+    assert isinstance(loaded, algo.AlgoTrial) and isinstance(loaded.model, SMFR)
+    name, example = next(iter(algo.Algo().examples(loaded.config, CPU).items()))
+    with torch.no_grad():
+        loaded.model.eval()(loaded.inspected(example))
+    read = inspection._most_read(algo.Algo(), loaded.model.routing()[0].weights.float().mean(0))
+    assert f"{name}: {read}" in shown.out.splitlines()
 
 
 def test_attention_of_the_transformer_by_hand() -> None:

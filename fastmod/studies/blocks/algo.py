@@ -72,9 +72,18 @@ class AlgoTrial(Trial):
 
     def advance(self, state: Tensor, task: Tensor) -> Tensor:
         """One application: ``state [B, 5, 10]``, ``task [B, 10]`` (its block) -> the next state."""
-        if self.noise is not None:
-            state = state.flatten(1)[:, self.noise].view_as(state)
-        return self.model(torch.cat([state, task.unsqueeze(1)], 1))
+        return self.model(self.inspected(torch.cat([state, task.unsqueeze(1)], 1)))
+
+    @property
+    def inspection_note(self) -> str:
+        return "" if self.noise is None else "noisy: each of the blocks A to E holds permuted neurons of all of them"
+
+    def inspected(self, blocks: Tensor) -> Tensor:
+        """With noise, the neurons of the variables are permuted; the task's block is as it was."""
+        if self.noise is None:
+            return blocks
+        state, task = blocks.split([VARIABLES, 1], 1)
+        return torch.cat([state.flatten(1)[:, self.noise].view_as(state), task], 1)
 
     def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         chunk, batch, times = self.config.chunk, self.config.batch, self.config.applications
