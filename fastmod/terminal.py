@@ -5,6 +5,10 @@ from __future__ import annotations
 import codecs
 import io
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _SPELT = {"±": "+-", "…": "~", "¬": "not "}
 
@@ -16,6 +20,14 @@ def be_lenient() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="fastmod")
+
+
+def folded(table: Table) -> Table:
+    """The table, with words that a narrow terminal or a pipe has no room for on several lines: what is cut off cannot
+    be told from its neighbours."""
+    for column in table.columns:
+        column.overflow = "fold"
+    return table
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:

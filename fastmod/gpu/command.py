@@ -16,6 +16,7 @@ from rich.table import Table
 from fastmod.gpu import compile as compiling
 from fastmod.gpu import manifest, tools
 from fastmod.gpu.targets import TARGETS, TargetError
+from fastmod.terminal import folded
 
 console = Console()
 _errors = Console(stderr=True)
@@ -23,7 +24,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 def _say(text: str, where: Console = console) -> None:
-    """As it is: names of folders may look like markup."""
+    """Without markup, which names of folders may resemble."""
     where.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
@@ -59,12 +60,13 @@ def compile_kernels(
     for name, why in report.failed.items():
         _say(f"failed: {name}: {why}", _errors)
     seconds = time.monotonic() - start
-    _say(f"{report.compiled} compiled, {report.reused} reused, {seconds:.1f} s: {out / manifest.NAME}")
+    calls = f"{report.compiled} compiled, {report.reused} reused"  # one call of a compiler may make several kernels
+    _say(f"{len(report.kernels)} kernels by calls of compilers, {calls}, {seconds:.1f} s: {out / manifest.NAME}")
     raise typer.Exit(1 if report.failed else 0)
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -98,7 +100,7 @@ class _Display:
 
 
 def _table(kernels: list[manifest.Kernel]) -> Table:
-    """A row per target and source; the largest of each resource, since the largest is what hurts."""
+    """A row per target and source, with the largest value of each resource, as that is what limits."""
     table = Table("target", "source", "kernels", "registers", "spilling", "shared", "tensor core")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -116,4 +118,4 @@ def _table(kernels: list[manifest.Kernel]) -> Table:
             str(sum(member.tensor_core > 0 for member in members)),
         )
     table.caption = "registers and shared bytes: the most that a kernel has; tensor core: kernels that use it"
-    return table
+    return folded(table)

@@ -1,4 +1,4 @@
-"""``fastmod gpu-report``: what the kernels need, and what a step would take. Predictions, not measurements."""
+"""``fastmod gpu-report``: what kernels need, and how long a step would take. Predictions, not measurements."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fastmod.gpu import compile as compiling
 from fastmod.gpu import launch_table, manifest, predict, tools
 from fastmod.gpu.machines import GRAPH_LAUNCH, HOST_LAUNCH, MULTIPROCESSORS
 from fastmod.gpu.targets import TargetError
+from fastmod.terminal import folded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,10 +56,13 @@ def gpu_report(
     if found:
         console.print(_kernels_table(found))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        _write(out / "predictions.csv", predicted)
-        _write(out / "kernels.csv", found)
-        _draw(predicted, out / "predictions.png")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            _write(out / "predictions.csv", predict.Prediction, predicted)
+            _write(out / "kernels.csv", predict.Launched, found)
+            _draw(predicted, out / "predictions.png")
+        except OSError as error:
+            _fail(f"--out {out}: {error.strerror or error}")
         _say(f"wrote {out}")
 
 
@@ -72,7 +76,7 @@ def _say(text: str, where: Console = console) -> None:
 
 
 def _launched(targets: Sequence[str], ops: Sequence[str], folder: Path | None) -> list[predict.Launched]:
-    """What is compiled for ``targets``: in ``folder``, or for this report alone."""
+    """The kernels for ``targets``, compiled into ``folder``, or for this report only."""
     if not targets:
         return []
     if folder is None:
@@ -93,8 +97,9 @@ def _us(value: float | None) -> str:
 
 
 def _predictions_table(predicted: Sequence[predict.Prediction]) -> Table:
-    names = ("op", "shape", "dtype", "GPU", "launches", "MB", "Mflop", "binds", "fastmod", "graph", "eager", "graph")
-    table = Table(*names, title="predicted microseconds, forward + backward", caption=STATED)
+    names = ("op", "shape", "dtype", "GPU", "launches", "MB", "Mflop", "binds", "fastmod", "fastmod graph")
+    title = "predicted microseconds, forward + backward"
+    table = Table(*names, "eager", "eager graph", title=title, caption=STATED)
     for column in table.columns[4:]:
         column.justify = "right"
     for p in predicted:
@@ -102,7 +107,7 @@ def _predictions_table(predicted: Sequence[predict.Prediction]) -> Table:
         sizes = f"{p.bytes / 1e6:.2f}", f"{p.flops / 1e6:.1f}"
         times = (_us(p.fastmod), _us(p.fastmod_graph), _us(p.eager), _us(p.eager_graph))
         table.add_row(p.op, p.shape, p.dtype, p.machine, launches, *sizes, p.binds, *times)
-    return table
+    return folded(table)
 
 
 def _kernels_table(found: Sequence[predict.Launched]) -> Table:
@@ -115,14 +120,13 @@ def _kernels_table(found: Sequence[predict.Launched]) -> Table:
             k.target, k.op, f"{k.shape} {k.dtype}", k.kernel, str(k.launches), f"{k.blocks} x {k.threads}",
             str(k.registers), str(k.spills), str(k.shared), str(k.tensor_core), str(k.resident), f"{k.occupancy:.0%}",
         )  # fmt: skip
-    return table
+    return folded(table)
 
 
-def _write(path: Path, rows: Sequence[Any]) -> None:
+def _write(path: Path, kind: Any, rows: Sequence[Any]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        if rows:
-            writer.writerow(rows[0]._fields)
+        writer.writerow(kind._fields)
         writer.writerows(rows)
 
 

@@ -1,4 +1,4 @@
-"""Several runs side by side: one table, the settings in which they differ, one figure."""
+"""Compares several runs: one table, the settings in which they differ, one figure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Compared:
 
 
 def read(paths: Sequence[Path]) -> list[Compared]:
-    """The runs, with names that tell them apart."""
+    """The runs, with names that distinguish them."""
     runs = []
     for name, path in zip(_names(paths), paths, strict=True):
         folder = RunFolder(path)
@@ -35,7 +35,7 @@ def read(paths: Sequence[Path]) -> list[Compared]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes."""
+    """As many of the last parts of the paths as are needed."""
     whole = [path.resolve().parts for path in paths]
     if len(set(whole)) != len(whole):
         raise StudyError("expected different runs, got one of them twice")
@@ -44,7 +44,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def table(runs: Sequence[Compared]) -> list[list[str]]:
-    """Lines: the row, the paper's figure, and each run's, with the number of its trials."""
+    """Lines: the row, the figure of the paper, and that of each run with its number of trials."""
     lines = []
     for name in dict.fromkeys(name for run in runs for name in run.rows):
         found = [run.rows.get(name) for run in runs]
@@ -74,6 +74,14 @@ def _spans(seeds: Sequence[int]) -> str:
     return ",".join(map(str, seeds))
 
 
+class NoFigureError(StudyError):
+    """What is compared does not fit a figure; the tables are complete without it."""
+
+
+#: Metrics that say how far a trial is, or is being trained, and not how good it is.
+_ASIDE = ("loss", "stage", "epoch", "lr", "interfering")
+
+
 def figure(runs: Sequence[Compared], measure: str | None) -> tuple[Figure, str]:
     """One line per trial over the steps, a colour per run and model; and the measure."""
     lines = {run.name: run.folder.metrics() for run in runs}
@@ -83,7 +91,7 @@ def figure(runs: Sequence[Compared], measure: str | None) -> tuple[Figure, str]:
         raise StudyError("no run has metrics yet")
     if measure is not None and measure not in have:
         raise StudyError(f"--measure {measure}: expected one of {', '.join(have)}")
-    chosen = measure or next((key for key in have if key != "loss"), have[0])
+    chosen = measure or next((key for key in have if key not in _ASIDE), have[0])
     groups: dict[str, dict[int, tuple[list[float], list[float]]]] = {}
     for name, some in lines.items():
         for line in some:
@@ -92,6 +100,6 @@ def figure(runs: Sequence[Compared], measure: str | None) -> tuple[Figure, str]:
                 x.append(line["step"])
                 y.append(line[chosen])
     if len(groups) > draw.MOST_GROUPS:
-        raise StudyError(f"the figure has {draw.MOST_GROUPS} colours, the runs {len(groups)} models; compare fewer")
+        raise NoFigureError(f"it has {draw.MOST_GROUPS} colours, and the runs {len(groups)} models; compare fewer")
     inside = all(0 <= value <= 1 for trials in groups.values() for _, y in trials.values() for value in y)
     return draw.curves(groups, chosen, whole_range=inside), chosen

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: bars on a terminal, plain lines elsewhere."""
+"""Progress of a run: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rich.table import Table
 
 from fastmod.runs.engine import Progress
 from fastmod.runs.study import Row
+from fastmod.terminal import folded
 
 _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Display:
-    """A listener of the engine; a context manager. ``keep``: bars of trials that are done stay."""
+    """A listener of the engine, and a context manager. ``keep``: bars of finished trials stay."""
 
     def __init__(self, console: Console, trials: int, *, keep: bool = True) -> None:
         self._console, self._trials, self._keep = console, trials, keep
@@ -97,4 +98,4 @@ def table(title: str, rows: list[Row], *, ascii_only: bool = False) -> Table:
     for row in rows:
         figures = (str(row.trials), f"{row.steps:,}", f"{row.minutes:.1f}")
         shown.add_row(row.name, spelt(row.paper), spelt(row.ours), *figures)
-    return shown
+    return folded(shown)

@@ -1,4 +1,4 @@
-"""What is done with runs that are there: ``fastmod compare``, ``export`` and ``results``."""
+"""Commands on existing runs: ``fastmod compare``, ``export`` and ``results``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fastmod.runs import results as rows
 from fastmod.runs.command import clear_errors, console, say
 from fastmod.runs.config import StudyError
 from fastmod.runs.folder import RunFolder
+from fastmod.terminal import folded
 
 
 def compare(
@@ -31,15 +32,19 @@ def compare(
         table = Table("", "paper", *names, caption=spelt("ours: mean ± standard error (trials)"))
         for line in comparing.table(several):
             table.add_row(*map(spelt, line))
-        console.print(table)
+        console.print(folded(table))
         apart = comparing.differences(several)
         if apart:
             settings = Table("differs", *names)
             for line in apart:
                 settings.add_row(*line)
-            console.print(settings)
+            console.print(folded(settings))
         if draw.available():
-            figure, chosen = comparing.figure(several, measure)
+            try:
+                figure, chosen = comparing.figure(several, measure)
+            except comparing.NoFigureError as why:
+                say(f"no figure: {why}")
+                return
             draw.save(figure, out)
             say(f"figure of {chosen}: {out}")
         else:

@@ -30,6 +30,7 @@ from fastmod.runs.config import StudyError, settings_of
 from fastmod.runs.study import Record
 from fastmod.runs.sweep import Cell, Sweep, SweepFolder, grid_of
 from fastmod.studies import registry
+from fastmod.terminal import folded
 
 _SHOWN = 4  # measures in the table on the terminal; the files have all
 
@@ -156,7 +157,7 @@ def _table(sweep: Sweep, lines: Sequence[dict[str, object]], shown: Sequence[str
             cells.append("-" if not line else f"{line['mean']:.3f}" + ("" if error is None else f" {sign} {error:.3f}"))
         trials = max(int(str(line["trials"])) for line in by_measure.values())
         table.add_row(*head, str(trials), *cells)
-    return table
+    return folded(table)
 
 
 def _draw(folder: SweepFolder, sweep: Sweep, found: Sequence[tuple[Cell, Record]], shown: Sequence[str]) -> None:

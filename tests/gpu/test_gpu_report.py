@@ -88,6 +88,18 @@ def test_table_csv_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "predictions.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_targets_kernels_have_a_header_alone(tmp_path: Path) -> None:
+    assert in_process("gpu-report", "--op", "batch_affine", "--out", tmp_path / "out").code == 0
+    assert (tmp_path / "out" / "kernels.csv").read_text() == ",".join(predict.Launched._fields) + "\n"
+
+
+def test_out_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    done = in_process("gpu-report", "--op", "batch_affine", "--out", tmp_path / "out")
+    refused(done, f"--out {tmp_path / 'out'}: File exists")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [(("--op", "nothing"), "--op nothing: expected one of batch_affine"), (("--target", "gfx942"), "--target gfx942")],

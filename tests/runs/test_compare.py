@@ -83,6 +83,27 @@ def test_figure_has_every_trial(runs: list[Path]) -> None:
     assert [list(line.get_ydata()) for line in axes.lines].count(found) == 2, "both runs have the same metrics"
 
 
+def test_more_models_than_colours_have_tables_alone(runs: list[Path], tmp_path: Path) -> None:
+    many = []
+    for number in range(4):
+        many.append(shutil.copytree(runs[0], tmp_path / f"run{number}"))
+    done = in_process("compare", *many, "--out", tmp_path / "figure.png")
+    assert done.code == 0 and "no figure: it has 7 colours, and the runs 8 models" in done.out, done.text
+    assert "OOD" in done.out and not (tmp_path / "figure.png").exists()
+
+
+def test_a_stage_is_not_what_the_figure_shows(runs: list[Path], tmp_path: Path) -> None:
+    run = RunFolder(shutil.copytree(runs[0], tmp_path / "run"))
+    for file in run.metrics_folder.glob("*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        first = {"stage": 1.0, "lr": 0.1, "epoch": 2.0}
+        rest = ("trial", "model", "seed", "step", "loss")
+        lines = [{**{k: line[k] for k in rest}, **first, **line} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compare.figure(compare.read([run.path, runs[0]]), None)[1] == "accuracy"
+    assert compare.figure(compare.read([run.path, runs[0]]), "stage")[1] == "stage"
+
+
 def test_compare_refuses(runs: list[Path], tmp_path: Path) -> None:
     refused(in_process("compare", runs[0], runs[0]), "different runs")
     refused(in_process("compare", runs[0], tmp_path), "not the folder of a run")

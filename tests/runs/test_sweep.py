@@ -152,9 +152,7 @@ def test_settings_that_a_model_does_not_read(
     same, other = (found.effective(changed(config, more), model) for more in (idle, read))
     assert same == found.effective(config, model) != other
     assert found.effective(chosen(config, read), model) == other, "whether it was typed or not"
-    assert found.effective(chosen(config, idle), model) == same or settings.get("grid"), (
-        "drawn, but typed"
-    )
+    assert found.effective(chosen(config, idle), model) == same or settings.get("grid"), "drawn, but typed"
 
 
 # ---- a sweep and its files

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
 
 import fastmod
 from fastmod import _extension
+from fastmod.gpu import command, predict, report
+from fastmod.gpu.manifest import Kernel
+from fastmod.runs import sweep_command
 from fastmod.runs.display import table
+from fastmod.runs.folder import Plan
 from fastmod.runs.study import Row
+from fastmod.runs.sweep import Sweep
 from tests.helpers.study_commands import ROOT, in_process
 from tests.helpers.study_runs import SMALL
 
@@ -81,6 +89,49 @@ def test_table_is_straight(encoding: str, sign: str) -> None:
     assert len({len(line) for line in lines}) == 1, lines
     assert sum(f"0 {sign} 0" in line for line in lines) == 1 and f"mean {sign} standard" in lines[1], lines
     console.file.close()
+
+
+def _shown(table: Table) -> str:
+    """As it goes to a pipe, or a terminal of 80 columns."""
+    console = Console(file=io.StringIO(), width=80, record=True)
+    console.print(table)
+    return console.export_text()
+
+
+def test_nothing_is_cut_off_at_80_columns() -> None:
+    """Rows that differ in the end of a name alone can be told apart."""
+    names = [f"LSTM_apart,_pair1,_shared_in_lstm.weight_{kind}_l{layer}" for kind in ("ih", "hh") for layer in (0, 1)]
+    lines = [{"kind": "cell", "alternate_split": False, "a_setting_with_a_long_name": number, "model": "SMFR_softmax",
+              "measure": name, "trials": 3, "mean": 0.5, "standard_error": 0.1}
+             for number in (1, 2) for name in names]  # fmt: skip
+    grid = {"alternate_split": [False], "a_setting_with_a_long_name": [1, 2]}
+    kernel: dict[str, Any] = {"source": "cuda", "registers": 1, "spills": 0, "shared": 1, "tensor_core": 0}
+    kernel |= {"symbol": "", "signature": {}, "constants": {}, "options": {}, "file": "", "sha256": "", "key": ""}
+    launched = predict.Launched("multiplex", "B4096 M16 N16 D32", "fp32", "sm_90", "multiplex.forward_kernel<float>",
+                                1, 1024, 256, 64, 0, 49152, 0, 4, 0.5)  # fmt: skip
+    tables = {
+        "study": (table("title", [Row(name, "1.000 ± 0.1", [0.5, 0.25], 20_000, 1.0) for name in names]), names),
+        "sweep": (
+            sweep_command._table(Sweep(Plan("doubleadd", [], [], {}), grid), lines, names, ascii_only=False), names,
+        ),
+        "compile": (command._table([Kernel("multiplex.forward", target="sm_90", **kernel)]), ["sm_90"]),
+        "predictions": (report._predictions_table(predict.predictions(["multiplex"])), ["multiplex"]),
+        "kernels": (report._kernels_table([launched]), ["multiplex.forward_kernel<float>"]),
+    }  # fmt: skip
+    for name, (made, words) in tables.items():
+        text = _shown(made)
+        assert "…" not in text, f"{name}\n{text}"
+        columns = _columns(text)
+        for word in words:
+            assert any(word in column for column in columns), f"{name}: {word}\n{text}"
+    heads = [str(column.header) for column in tables["predictions"][0].columns]
+    assert len(set(heads)) == len(heads) and "eager graph" in heads
+
+
+def _columns(text: str) -> list[str]:
+    """What stands in each column, its lines put together."""
+    rows = [line.replace("┃", "│").split("│")[1:-1] for line in text.splitlines() if "│" in line or "┃" in line]
+    return ["".join(row[i].strip() for row in rows) for i in range(len(rows[0]))]
 
 
 def test_version() -> None:
