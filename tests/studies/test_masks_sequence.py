@@ -322,6 +322,15 @@ def test_cifar_drops_by_hand() -> None:
     assert class_removal.lose_most(result) == 1.0
 
 
+def test_who_loses_most_is_told_by_shares() -> None:
+    """Figure 6: of 0.9 and of 0.4; the cat loses more, the dog a larger share."""
+    control = dict.fromkeys(("all", *mask_cifar.CLASSES), 0.8) | {"cat": 0.9, "dog": 0.4}
+    masked = {"all": control, "cat": {**control, "cat": 0.5, "dog": 0.1}, "dog": {**control, "cat": 0.5, "dog": 0.1}}
+    assert class_removal.lose_most({"masked": masked}) == 0.5
+    never = {"all": {**control, "cat": 0.0}, "cat": {**control, "cat": 0.0}}
+    assert class_removal.lose_most({"masked": never}) == 0.0, "it had nothing to lose"
+
+
 def test_the_largest_other_drop_is_relative_to_the_removed_classes() -> None:
     """Figure 6b; drops are shares of what the control has: here 0.2 of 0.5 against 0.6 of 0.8."""
     control = dict.fromkeys(("all", *mask_cifar.CLASSES), 0.8) | {"dog": 0.5}

@@ -542,6 +542,19 @@ def test_bad_settings_are_named(tmp_path: Path, study: str, setting: str, words:
     refused(in_process("study", study, "--set", setting, "--out", tmp_path / "run"), words)
 
 
+def test_quick_photographs_are_few(tmp_path: Path) -> None:
+    study = registry.get("resmix-cifar")
+    assert (study.quick["train_images"], study.quick["test_images"]) == (640, 250)
+    trial = trial_of("resmix-cifar", tmp_path, train_images=20, test_images=7)
+    assert len(trial.parts["train"].labels) == 20 and len(trial.parts["test"].labels) == 7
+    whole = trial_of("resmix-cifar", tmp_path)
+    assert torch.equal(trial.parts["test"].images, whole.parts["test"].images[:7])
+    assert all(len(which) == 7 for which in trial.groups.values())
+    assert resmix_cifar._data(trial.config).described == "20 training and 7 test images"
+    with pytest.raises(StudyError, match="test_images: expected 0 or more"):
+        trial_of("resmix-cifar", tmp_path, test_images=-1)
+
+
 def test_a_batch_larger_than_the_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="batch: expected at most the 26 training images, got 27"):
         trial_of("resmix-pentomino", tmp_path, batch=27)

@@ -75,10 +75,10 @@ def mean_others(result: dict[str, Any]) -> float:
 
 
 def lose_most(result: dict[str, Any]) -> float:
-    """Share of the removed classes that lose more than any other class does."""
+    """Share of the removed classes that lose more of their accuracy than any other class does of its own."""
     names = removed_classes(result)
-    lost = {name: drops(result, name) for name in names}
-    return sum(lost[name].pop(name) > max(lost[name].values()) for name in names) / len(names)
+    lost = {name: relative_drops(result, name) for name in names}
+    return sum(lost[name].pop(name, 0.0) > max(lost[name].values(), default=0.0) for name in names) / len(names)
 
 
 def mean_confusion(records: Sequence[Record], removed: str | None = None) -> list[list[float]]:

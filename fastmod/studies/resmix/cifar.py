@@ -47,9 +47,14 @@ class ResMixCifarConfig(ResMixConfig):
     decays: tuple[float, ...] = (0.5, 0.75)
     dataset: str = "cifar10"  # or cifar100, svhn
     data: str | None = None  # its folder; none: FASTMOD_DATA
+    train_images: int = 0  # of those that are there, the first; 0: all
+    test_images: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("train_images", "test_images"):
+            if not 0 <= getattr(self, name) < 2**31:
+                raise StudyError(f"{name}: expected 0 or more, below 2**31, got {getattr(self, name)}")
         if self.dataset not in DATASETS:
             raise StudyError(f"dataset: expected one of {', '.join(DATASETS)}, got {self.dataset!r}")
 
@@ -60,7 +65,12 @@ def _images(dataset: str, root: str | None) -> Photographs:
 
 
 def _data(config: ResMixCifarConfig) -> Photographs:
-    return _images(config.dataset, config.data)
+    found = _images(config.dataset, config.data)
+    train, test = (slice(count or None) for count in (config.train_images, config.test_images))
+    return found._replace(
+        train_images=found.train_images[train], train_labels=found.train_labels[train],
+        test_images=found.test_images[test], test_labels=found.test_labels[test],
+    )  # fmt: skip
 
 
 class ResMixCifarTrial(ResMixTrial):
@@ -88,7 +98,7 @@ class ResMixCifar(Study):
     default_seeds = "0"
     criterion = ""  # test images alone are measured
     defaults = ResMixCifarConfig()
-    quick: ClassVar = {"steps": 20}
+    quick: ClassVar = {"steps": 20, "train_images": 640, "test_images": 250}
 
     #: Test accuracy in percent, one seed; the paper calls ResMixNet(3,5) (5,3), depth first.
     _PRINTED: ClassVar[Mapping[tuple[str, str], str]] = {
