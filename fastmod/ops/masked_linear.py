@@ -39,7 +39,8 @@ def masked_linear(
         samples: number of masks S.
         bias: ``[out]``.
         bias_logits: ``[out]``, for masks over the bias; without them the bias is added unmasked.
-        seed: of the noise, an int or an int64 0-d tensor; ``None`` draws one from torch's generator.
+        seed: of the noise, an int or an int64 0-d tensor; ``None`` draws one from torch's generator. A tensor
+            may be advanced in place after the backward, which reads it again, and not before.
         tau: temperature of the relaxed sample, which gives the logits their gradient.
 
     Returns:

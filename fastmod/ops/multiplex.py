@@ -33,7 +33,8 @@ def multiplex(
         mode: ``"softmax"``; ``"gumbel"``: straight-through Gumbel-softmax, the forward picks one block per output,
             the gradient is that of the relaxed sample; ``"argmax"``: the same without noise, for evaluation.
         tau: temperature, a float or a 0-d tensor that may require grad.
-        seed: of the Gumbel noise, an int or an int64 0-d tensor; ``None`` draws one from torch's generator.
+        seed: of the Gumbel noise, an int or an int64 0-d tensor; ``None`` draws one from torch's generator. A tensor
+            may be advanced in place after the backward, which reads it again, and not before.
 
     Returns:
         ``[..., N, D]`` in the dtype of ``blocks``.

@@ -26,7 +26,8 @@ def sample_mask(logits: Tensor, samples: int, seed: int | Tensor | None = None, 
     Args:
         logits: of any shape. ``+-inf`` gives a sure 1 or 0; NaN gives NaN.
         samples: number of masks S.
-        seed: of the noise, an int or an int64 0-d tensor; ``None`` draws one from torch's generator.
+        seed: of the noise, an int or an int64 0-d tensor; ``None`` draws one from torch's generator. A tensor
+            may be advanced in place after the backward, which reads it again, and not before.
         tau: temperature of the relaxed sample.
 
     Returns:

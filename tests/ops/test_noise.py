@@ -88,3 +88,25 @@ def test_triton_follows_the_contract(seed: int, start: int) -> None:
 def test_bad_seeds(seed: object) -> None:
     with pytest.raises((TypeError, ValueError), match="seed"):
         ops.multiplex(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), mode="gumbel", seed=seed)
+
+
+@pytest.mark.parametrize("name", ["masked_linear", "sample_mask", "multiplex"])
+def test_a_seed_is_advanced_after_the_backward(name: str) -> None:
+    """As the docstrings say: the backward reads it again, and autograd refuses one that has changed by then."""
+    x, weight, logits = (torch.randn(*shape, requires_grad=True) for shape in ((4, 3), (5, 3), (5, 3)))
+    call = {
+        "masked_linear": lambda seed: ops.masked_linear(x, weight, logits, 2, seed=seed),
+        "sample_mask": lambda seed: ops.sample_mask(logits, 2, seed),
+        "multiplex": lambda seed: ops.multiplex(x, x @ weight.mT, mode="gumbel", seed=seed),
+    }[name]
+    seed = torch.tensor(3)
+    first = call(seed)
+    first.sum().backward()
+    seed.add_(1)
+    assert not torch.equal(call(seed), first)
+    early = call(seed)
+    seed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.sum().backward()
+    documented = " ".join((getattr(ops, name).__doc__ or "").split())
+    assert "advanced in place after the backward, which reads it again, and not before" in documented
