@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fastmod.nn import _parts
 from fastmod.nn._mix import mixed
 from fastmod.nn.composed_layers import composed, ordinary
-from fastmod.nn.compositional import COMPOSED_LOGITS, first_logits
+from fastmod.nn.compositional import COMPOSED_LOGITS
 from fastmod.nn.mixing import check_mixing, logits_of, near_one_hot, weights_of
-from fastmod.nn.signatures import sequential
+from fastmod.nn.signatures import first_logits, sequential
 
 #: ``(name, module) -> whether its weights become mixtures``
 Filter = Callable[[str, nn.Module], bool]

@@ -1,12 +1,16 @@
-"""Fixed signatures: which template serves which layer where that is not learned."""
+"""Signatures, which template serves which layer: fixed ones, and those near which learned shares start."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastmod.nn import _parts
+from fastmod.nn.mixing import near_one_hot
 
 KINDS = ("sequential", "cyclic", "random", "progressive")
 
@@ -68,3 +72,27 @@ def _explicit(numbers: Sequence[int], templates: int, layers: int) -> list[int]:
         if not 0 <= number < templates:
             raise ValueError(f"signature: expected templates 0 .. {templates - 1}, got {number}")
     return list(numbers)
+
+
+def first_logits(
+    init: str, mixing: str, tasks: int, layers: int, templates: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Initial logits ``[T, L, K]``."""
+    if init == "uniform":
+        drawn = torch.rand(tasks, layers, templates, generator=generator, device="cpu")
+        return drawn if tasks == 1 else (2 * drawn - 1) * math.sqrt(6 / (templates + 1))
+    if init != "diag":
+        raise ValueError(f"init: expected 'uniform' or 'diag', got {init!r}")
+    return near_one_hot(sequential(templates, layers), templates, mixing).repeat(tasks, 1, 1)
+
+
+def signatures_of(
+    signature: Any, templates: int, layers: int, tasks: int, generator: torch.Generator | None
+) -> list[list[int]]:
+    """The signature of every task."""
+    if isinstance(signature, (list, tuple)) and signature and all(isinstance(s, (str, list, tuple)) for s in signature):
+        if len(signature) != tasks:
+            raise ValueError(f"signature: expected one for each of {tasks} tasks, got {len(signature)}")
+        return [make_signature(s, templates, layers, generator) for s in signature]
+    same = make_signature(signature, templates, layers, generator)
+    return [list(same) for _ in range(tasks)]
