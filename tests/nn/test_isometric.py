@@ -16,14 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastmod
 from fastmod.models import IsometricNet, PlainIsometricNet, load_plain_isometric
-from tests.helpers.conv_backends import BACKENDS
+from tests.helpers.conv_backends import conv_backend as conv_backend
 from tests.helpers.processes import as_one_of_two
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with fastmod.use_backend(request.param):
-        yield request.param
 
 
 def count(module: nn.Module) -> int:
@@ -88,7 +82,7 @@ TWINS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_equals_the_plain_twin(backend: str, name: str) -> None:
+def test_equals_the_plain_twin(conv_backend: str, name: str) -> None:
     """Scores, gradients and statistics, in training and eval, of each task and of all at once."""
     net = make(**TWINS[name])
     plain = PlainIsometricNet(net)

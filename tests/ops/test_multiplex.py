@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from unittest import mock
 
 import pytest
@@ -14,9 +13,7 @@ import fastmod
 from fastmod import ops
 from fastmod.ops._checks import compute_dtype
 from tests.helpers import backends
-from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out, opchecked
-from tests.helpers.casts import Casts, assert_casts_nothing
-from tests.helpers.cuda_host import recorder
+from tests.helpers.agreement import DTYPES, LAYOUTS, assert_agrees, laid_out
 
 NAN, INF = float("nan"), float("inf")
 # B, M, N, D. In CUDA C++ a block holds whole batch rows, in Triton a program a tile of them.
@@ -295,95 +292,6 @@ def test_triton_draws_one_noise_in_tiles_and_rows() -> None:
         assert torch.equal(tiled, by_rows)
 
 
-def gradients_of(mode: str):
-    """Gradients of blocks, logits and tau, and the output."""
-
-    def gradients(blocks, logits, tau, seed):
-        def loss(blocks, logits, tau):
-            seeded = {"seed": seed} if mode == "gumbel" else {}
-            out = ops.multiplex(blocks, logits, mode=mode, tau=tau, **seeded)
-            return out.square().sum(), out
-
-        return torch.func.grad(loss, (0, 1, 2), has_aux=True)(blocks, logits, tau)
-
-    return gradients
-
-
-# Logits that are no fours, several pieces of a batch, blocks that have no place in shared memory.
-COPIED = [(2, 3, 4, 5), (1, 3, 5, 4), (70, 2, 3, 2), (1, 3, 2, 9000)]
-
-
-def assert_copies_are_as_alone(mode: str, shape: tuple[int, ...], shared: bool, copies: int = 3) -> None:
-    """Copies with seeds and temperatures of their own, or shared: each finds the noise that it finds alone."""
-    batch, m, n, d = shape
-    blocks, logits = torch.randn(copies, batch, m, d), torch.randn(copies, batch, m, n)
-    taus, seeds = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([3, -4, 5])
-    gradients = gradients_of(mode)
-    tau, seed = (taus[0], seeds[0]) if shared else (taus, seeds)
-    dim = None if shared else 0
-    found, out = torch.vmap(gradients, (0, 0, dim, dim))(blocks, logits, tau, seed)
-    for i in range(copies):
-        own = (tau, seed) if shared else (taus[i], seeds[i])
-        expected, alone = gradients(blocks[i], logits[i], *own)
-        assert torch.equal(out[i], alone)
-        assert all(torch.equal(a[i], b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
-@pytest.mark.parametrize("mode", ["gumbel", "softmax"])
-@pytest.mark.parametrize("shape", COPIED, ids=str)
-def test_copies_are_as_alone(backend: backends.Backend, shape: tuple[int, ...], mode: str) -> None:
-    assert_copies_are_as_alone(mode, shape, shared=False)
-
-
-@pytest.mark.parametrize("mode", ["gumbel", "softmax"])
-def test_vmap_is_one_call_on_the_cpu(mode: str) -> None:
-    def called(copies: int) -> list[str]:
-        blocks, logits, seeds = torch.randn(copies, 2, 3, 5), torch.randn(copies, 2, 3, 4), torch.arange(copies)
-        with torch.profiler.profile() as profile:
-            torch.vmap(gradients_of(mode), (0, 0, None, 0))(blocks, logits, torch.tensor(0.5), seeds)
-        return [event.name for event in profile.events() if event.name.startswith("fastmod::multiplex")]
-
-    assert called(1) == called(5) != []  # each transform that a call passes is told once more
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mode", ["gumbel", "softmax"])
-@pytest.mark.parametrize("tiled", [True, False], ids=["tiles", "rows"])
-def test_vmap_is_one_launch_in_triton(mode: str, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastmod.kernels import multiplex
-
-    forward, backward = ("tiled_forward_kernel", "tiled_backward_kernel") if tiled else ("forward_kernel", None)
-    names = (forward, backward) if backward else (forward, "backward_logits_kernel", "backward_blocks_kernel")
-    if not tiled:
-        monkeypatch.setattr(multiplex, "tile_of", lambda *sizes: None)
-    launched = backends.watched(monkeypatch, multiplex, *names)
-    with backends.chosen(backends.TRITON):
-        for shared in (True, False):
-            launched.clear()
-            assert_copies_are_as_alone(mode, (2, 3, 4, 5), shared)
-            assert launched == [*names] * 4  # of all at once, then of each alone
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-@pytest.mark.parametrize("mode", ["gumbel", "softmax"])
-def test_vmap_is_one_launch_in_cuda(mode: str, shared: bool) -> None:
-    blocks, logits = torch.randn(3, 2, 3, 5), torch.randn(3, 2, 3, 4)
-    tau, seed, dim = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([3, -4, 5]), 0
-    if shared:
-        tau, seed, dim = tau[0], seed[0], None
-    step = torch.vmap(gradients_of(mode), (0, 0, dim, dim))
-    with recorder.on_the_harness("multiplex"):
-        recorder.capture(lambda: step(blocks, logits, tau, seed))  # what is made once
-        launched = recorder.capture(lambda: step(blocks, logits, tau, seed))
-    own = [each for each in launched if not each.name.startswith("aten::")]
-    assert [each.name.partition("<")[0] for each in own] == [
-        "multiplex.forward_kernel",
-        "multiplex_backward.backward_kernel",
-    ]
-    assert [each.grid[1] for each in own] == [1 if mode == "softmax" and shared else 3, 3]  # 1: more of the batch
-
-
 @pytest.mark.usefixtures("backend")
 def test_softmax_is_the_textbook_formula() -> None:
     blocks, logits = draw(7, 4, 3, 5)
@@ -448,139 +356,3 @@ def test_gradcheck(backend: backends.Backend) -> None:
     blocks, logits = (t.requires_grad_() for t in draw(3, 4, 3, 5, torch.float64))
     tau = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda b, w, t: ops.multiplex(b, w, tau=t), (blocks, logits, tau))
-
-
-@pytest.mark.parametrize("mode", [0, 1, 2])
-def test_opcheck(mode: int) -> None:
-    blocks, logits = draw(4, 3, 5, 6)
-    permuted, seed = laid_out(blocks, "permuted"), torch.tensor(3) if mode == 1 else None
-    for tau in (None, torch.tensor(0.7)):
-        opchecked("multiplex_forward", permuted, logits, tau, 1.0, seed, mode)
-        grad = torch.randn_like(torch.ops.fastmod.multiplex_forward(blocks, logits, tau, 1.0, seed, mode))
-        opchecked("multiplex_backward", laid_out(grad, "permuted"), permuted, logits, tau, 1.0, seed, mode)
-
-
-@pytest.mark.usefixtures("backend")
-def test_two_backwards_and_untouched_inputs() -> None:
-    blocks, logits = (t.requires_grad_() for t in draw(17, 3, 4, 5))
-    copies = blocks.detach().clone(), logits.detach().clone()
-    out = ops.multiplex(blocks, logits)
-    grad = torch.randn_like(out)
-    kept = grad.clone()
-    first = torch.autograd.grad(out, (blocks, logits), grad, retain_graph=True)
-    second = torch.autograd.grad(out, (blocks, logits), grad)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert torch.equal(grad, kept) and torch.equal(blocks, copies[0]) and torch.equal(logits, copies[1])
-
-
-def test_fifty_equal_repeats() -> None:
-    blocks, logits = (t.requires_grad_() for t in draw(700, 6, 8, 10))
-    results = []
-    for _ in range(50):
-        out = ops.multiplex(blocks, logits)
-        results.append([out, *torch.autograd.grad(out.sum(), (blocks, logits))])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_compile_fullgraph(mode: str) -> None:
-    def function(b, w, t):
-        return ops.multiplex(b, w, mode=mode, tau=t, seed=3)
-
-    inputs = [*draw(6, 3, 4, 5), torch.tensor(0.9)]
-    plain, compiled = (
-        [t.clone().requires_grad_() for t in inputs],
-        [t.clone().requires_grad_() for t in inputs],
-    )
-    function(*plain).sin().sum().backward()
-    torch.compile(function, fullgraph=True)(*compiled).sin().sum().backward()
-    for a, b in zip(plain, compiled, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
-@pytest.mark.parametrize("backend", ["native", "reference"])
-def test_autocast(backend: str) -> None:
-    blocks, logits = (t.requires_grad_() for t in draw(6, 3, 4, 5))
-    with fastmod.use_backend(backend), torch.autocast("cpu", torch.bfloat16):
-        out = ops.multiplex(blocks, logits.bfloat16())
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert blocks.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wide", [(0, 1), (0,), (1,)], ids=str)
-@pytest.mark.parametrize(
-    ("mode", "shape"),
-    [("gumbel", (3, 4, 5, 6)), ("softmax", (9, 4, 8, 8)), ("argmax", (2, 3, 3, 7)), ("gumbel", (2, 3, 2, 18_000))],
-)
-def test_autocast_casts_nothing(
-    backend: backends.Backend, low: torch.dtype, wide: tuple[int, ...], mode: str, shape: tuple[int, ...]
-) -> None:
-    """tau is fp32 and stays so. The last shape has no place in shared memory, nor, here, in a tile of Triton's."""
-    by_rows = mock.patch("fastmod.kernels.multiplex.tile_of", return_value=None)
-    beyond, triton = shape[-1] > 1000, backend is backends.TRITON
-    with by_rows if triton and beyond else contextlib.nullcontext():
-        b, m, n, d = shape
-        tensors = draw(b, m, n, 6 if triton and beyond else d)
-        assert_casts_nothing(route(mode), [*tensors, torch.tensor(0.7)], low, wide, left=(2,))
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("shape", [(3, 4, 5, 6), (40, 2, 1, 200)], ids=str)
-def test_temperature_of_16_bits_casts_nothing(low: torch.dtype, shape: tuple[int, ...]) -> None:
-    """It is read and its gradient written as it is: that of fp32, rounded once."""
-    found = []
-    for dtype in (low, torch.float32):
-        torch.manual_seed(0)
-        leaves = [*[t.to(low) for t in draw(*shape)], torch.tensor(0.75, dtype=dtype)]
-        for leaf in leaves:
-            leaf.requires_grad_()
-        with Casts() as casts:
-            out = route("gumbel")(*leaves)
-            grads = torch.autograd.grad(out, leaves, out.detach() + 1)
-        assert casts.seen == []
-        found.append([out, *grads])
-    assert [t.dtype for t in found[0]] == [low] * 4
-    found[1][-1] = found[1][-1].to(low)
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("mode", ["softmax", "gumbel"])
-@pytest.mark.parametrize("shape", [(6, 3, 5, 7), (6, 3, 5, 2), (6, 3, 4, 4)], ids=str)
-def test_autocast_of_what_begins_anywhere(shape: tuple[int, ...], mode: str) -> None:
-    """Batches whose first row lies at no multiple of 16 bytes, read and rounded by fours."""
-
-    def op(blocks: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return route(mode)(blocks[1:], logits[1:])
-
-    assert_casts_nothing(op, draw(*shape), torch.bfloat16, (0, 1))
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("backend", backends.parameters("triton"), indirect=True)
-def test_autocast_dtypes_that_kernels_refuse() -> None:
-    blocks, logits = draw(2, 3, 4, 5)
-    for tensors, low in (
-        ((blocks.double(), logits), torch.bfloat16),
-        ((blocks, logits.half()), torch.bfloat16),
-        ((blocks, logits), torch.float32),
-    ):
-        with pytest.raises(TypeError):
-            backends.kernel("multiplex_forward")(*tensors, None, 1.0, None, 0, low)
-    grad = torch.randn(2, 4, 5)
-    with pytest.raises(TypeError, match="grad"):
-        backends.kernel("multiplex_backward")(grad, blocks, logits, None, 1.0, None, 0, torch.bfloat16)
-
-
-@pytest.mark.parametrize("backend", ["native", "reference"])
-def test_tau_that_is_not_positive(backend: str) -> None:
-    blocks, logits = draw(2, 3, 4, 5)
-    with fastmod.use_backend(backend):
-        for tau in (0.0, -1.0, float("nan"), torch.tensor(0.0), torch.tensor(-2.0), torch.tensor(float("nan"))):
-            with pytest.raises(ValueError, match="tau"):
-                ops.multiplex(blocks, logits, tau=tau)
