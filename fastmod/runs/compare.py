@@ -66,7 +66,7 @@ def differences(runs: Sequence[Compared]) -> list[list[str]]:
         for run in runs
     ]
     keys = dict.fromkeys(key for one in about for key in one)
-    lines = [[key, *(str(one.get(key, "-")) for one in about)] for key in keys]
+    lines = [[key, *(str(one.get(key, "-")) for one in about)] for key in keys if key != "typed"]
     return [line for line in lines if len(set(line[1:])) > 1]
 
 

@@ -152,7 +152,7 @@ def _apart(study: Study, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that are not the study's defaults."""
     defaults = json.loads(json.dumps(vars(study.defaults)))
     given = json.loads(json.dumps(settings))
-    kept = ("checkpoint_seconds", "data")  # say nothing about the result, or where somebody's files are
+    kept = ("typed", "checkpoint_seconds", "data")  # say nothing about the result, or where somebody's files are
     return {key: value for key, value in given.items() if key not in kept and defaults.get(key) != value}
 
 

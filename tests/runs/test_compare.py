@@ -63,7 +63,10 @@ def test_table(runs: list[Path]) -> None:
         "0.250 ± 0.125 (8)",
     ]
     assert lines[3][3] == "-", "a row that only one run has"
-    assert compare.differences(compare.read(runs)) == [["lr", "0.0003", "0.5"]]
+    several = compare.read(runs)
+    assert compare.differences(several) == [["lr", "0.0003", "0.5"]]
+    several[1].plan.settings["typed"] = ["lr"]
+    assert compare.differences(several) == [["lr", "0.0003", "0.5"]], "names of settings are none"
 
 
 def test_command(runs: list[Path], tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_a_table_says_all(runs: list[Path]) -> None:
     minutes = f"{rows_of(runs[1])[0]['minutes']:.1f}"
     cells = [name, paper, "0.250 ± 0.125", "3 (8 trials)", "12", minutes]
     assert line == f"| {' | '.join(cells)} |"
-    assert kept["apart"]["lr"] == 0.5 and "width" in kept["apart"] and "data" not in kept["apart"]
+    assert kept["apart"]["lr"] == 0.5 and "width" in kept["apart"] and not {"data", "typed"} & kept["apart"].keys()
     assert len(results.tables_of(kept, "trained pairs$")[0].splitlines()) == 5
     kept["rows"][1]["setting"] = "another"
     assert len(results.tables_of(kept)) == 2 + (len(kept["rows"]) > 2), "a table for each setting"
