@@ -16,20 +16,15 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from fastmod.bench import checkout
 from fastmod.data import DataError
-from fastmod.runs import parallel, tracking
+from fastmod.runs import options, parallel, tracking
 from fastmod.runs.config import StudyError, chosen, seeds_of, settings_of
 from fastmod.runs.folder import HERE, RAY, Plan, RunFolder
 from fastmod.studies import registry
 
-TRACK_HELP = "Tell tensorboard, wandb, mlflow or trackio too; repeat for several."
-ON_HELP = escape('Where trials run: here, or ray (pip install "fastmod[ray]").')  # brackets are styles to rich
-ADDRESS_HELP = "Of a Ray cluster; without one, a cluster of this machine."
-TOGETHER_HELP = "Trials of a model that train side by side, in one batched step; they differ in the seed alone."
 console = Console()
 _errors = Console(stderr=True)
 
@@ -55,21 +50,21 @@ def clear_errors(after: str = "") -> Iterator[None]:
 
 def study(
     name: Annotated[str | None, typer.Argument(help="Which study; without one, the list of all.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Model to run; repeat for several.")] = None,
+    model: options.Models = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0-4 or 0,3,7.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    steps: options.Steps = None,
     epochs: Annotated[int | None, typer.Option(help="Training epochs, where a study counts them (resmix-...).")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="key=value; repeat for several.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A short run that shows how it goes.")] = False,
     noisy: Annotated[bool, typer.Option("--noisy", help="The study's variant with permuted input (algo).")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; must not exist or be empty.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Trials at the same time, sharing the threads.")] = None,
-    together: Annotated[int | None, typer.Option(min=1, help=TOGETHER_HELP)] = None,
-    device: Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")] = None,
-    track: Annotated[list[str] | None, typer.Option(help=TRACK_HELP)] = None,
-    on: Annotated[str | None, typer.Option(help=ON_HELP)] = None,
-    address: Annotated[str | None, typer.Option(help=ADDRESS_HELP)] = None,
+    jobs: options.Jobs = None,
+    together: options.Together = None,
+    device: options.Device = None,
+    track: options.Track = None,
+    on: options.On = None,
+    address: options.Address = None,
 ) -> None:
     """Run a paper's experiment; the table shows our figures beside the printed ones. Without a name: a list."""
     if name is None and resume is None:

@@ -13,12 +13,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from fastmod.runs import draw, parallel, tables
+from fastmod.runs import draw, options, parallel, tables
 from fastmod.runs.command import (
-    ADDRESS_HELP,
-    ON_HELP,
-    TOGETHER_HELP,
-    TRACK_HELP,
     clear_errors,
     console,
     device_of,
@@ -40,22 +36,22 @@ def sweep(
     grid: Annotated[
         list[str] | None, typer.Option(help="width=5..10, depth=1,2, or a grid that the study has.")
     ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Model to run; repeat for several.")] = None,
+    model: options.Models = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0-11, in every cell.")] = None,
     best: Annotated[int | None, typer.Option(min=1, help="Also the mean over so many best trials of a model.")] = None,
     by: Annotated[str | None, typer.Option(help="Measure that --best picks by; best one of validation.")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="Measures to show; the files have all.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    steps: options.Steps = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="key=value, in every cell.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short trials that show how it goes.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the sweep; must not exist or be empty.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the sweep in this folder.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Trials at the same time, sharing the threads.")] = None,
-    together: Annotated[int | None, typer.Option(min=1, help=TOGETHER_HELP)] = None,
-    device: Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.")] = None,
-    track: Annotated[list[str] | None, typer.Option(help=TRACK_HELP)] = None,
-    on: Annotated[str | None, typer.Option(help=ON_HELP)] = None,
-    address: Annotated[str | None, typer.Option(help=ADDRESS_HELP)] = None,
+    jobs: options.Jobs = None,
+    together: options.Together = None,
+    device: options.Device = None,
+    track: options.Track = None,
+    on: options.On = None,
+    address: options.Address = None,
 ) -> None:
     """Run a study over a grid of settings: a table of cells with mean, standard error and the best trials."""
     with clear_errors():
