@@ -104,14 +104,14 @@ def _show(report: doctor_module.Report) -> None:
     for key, value in report.stamp.items():
         facts.add_row(f"  built: {key}", value)
     facts.add_row("  CPU kernels in use", report.cpu_isa)
-    console.print(facts)
+    console.print(terminal.folded(facts))
     table = Table(
         "op", "device", "backend", "state", "detail", caption="each executed forward and backward against fp64"
     )
     for line in report.lines:
         colour = _COLOURS[line.state]
         table.add_row(line.op, line.device, line.backend, f"[{colour}]{line.state}[/]", line.detail)
-    console.print(table)
+    console.print(terminal.folded(table))
     for problem in report.problems:
         console.print(f"[bold red]problem:[/] {problem}", soft_wrap=True)
 

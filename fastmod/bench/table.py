@@ -10,6 +10,7 @@ from rich.table import Table
 
 from fastmod.bench.clock import Result
 from fastmod.bench.steps import LAST
+from fastmod.terminal import folded
 
 
 def milliseconds(result: Result, contender: str) -> str:
@@ -41,4 +42,4 @@ def of(results: Sequence[Result], contenders: Sequence[str], what: str = "forwar
         match = f"{'yes' if result.matches else '[bold red]NO[/]'} {result.error:.0e}"
         times = [milliseconds(result, name) for name in contenders]
         table.add_row(escape(result.name), *times, ratio(result), target(result), match)
-    return table
+    return folded(table)

@@ -17,6 +17,8 @@ from rich.table import Table
 
 import fastmod
 from fastmod import _extension
+from fastmod.bench import table as bench_table
+from fastmod.bench.clock import Result
 from fastmod.gpu import command, predict, report
 from fastmod.gpu.manifest import Kernel
 from fastmod.runs import sweep_command
@@ -116,6 +118,11 @@ def test_nothing_is_cut_off_at_80_columns() -> None:
         ),
         "compile": (command._table([Kernel("multiplex.forward", target="sm_90", **kernel)]), ["sm_90"]),
         "predictions": (report._predictions_table(predict.predictions(["multiplex"])), ["multiplex"]),
+        "bench": (
+            bench_table.of([Result("inverted_residual_training_inference", "B128", None, 0.0, 1.0, {})],
+                           ["eager", "channels_last", "inductor_default", "reduce-overhead", "fastmod"]),
+            ["inverted_residual_training_inference", "inductor_default"],
+        ),
         "kernels": (report._kernels_table([launched]), ["multiplex.forward_kernel<float>"]),
     }  # fmt: skip
     for name, (made, words) in tables.items():
