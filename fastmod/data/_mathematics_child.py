@@ -1,8 +1,8 @@
-"""Run as a program of its own by :mod:`fastmod.data.mathematics`: makes questions with the package mathematics_dataset.
+"""Makes questions with the package mathematics_dataset; :mod:`fastmod.data.mathematics` runs it as a program.
 
-A process of its own, because the package's questions depend on the hash seed, which is fixed when Python starts, and
-because the package needs things that numpy and sympy have given up; here they can be put back without anyone else
-seeing them. Needs nothing but that package. Arguments: task, level 0 to 2, count, seed. Prints one JSON pair a line.
+It is a separate process because the questions depend on the hash seed, which is fixed when Python starts, and because
+the package uses parts of numpy and sympy that were removed: restoring them here affects nothing else. It imports only
+that package. Arguments: task, level 0 to 2, count, seed. Prints one pair per line, as JSON.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LEVELS = 3
-MOST_QUESTION, MOST_ANSWER = 160, 30  # characters; the published data have no longer ones
-_PATIENCE = 1000  # questions in a row that were there before, until it is given up
+MOST_QUESTION, MOST_ANSWER = 160, 30  # characters, the limits of the published data
+_PATIENCE = 1000  # questions in a row without a new one before it gives up
 
 
 def put_back() -> None:
-    """What numpy >= 1.24 and sympy >= 1.6 lack."""
+    """Restore what the package uses and numpy >= 1.24 and sympy >= 1.6 removed."""
     import numpy as np
 
-    # By name: as an attribute of sympy.solvers, it is a function.
+    # By name, because the attribute of sympy.solvers is a function.
     package: Any = importlib.import_module("sympy.solvers.diophantine")
     if "object" not in np.__dict__:
         np.object = object  # type: ignore[attr-defined]
-    if not hasattr(package, "base_solution_linear"):  # it moved one module down
+    if not hasattr(package, "base_solution_linear"):  # moved to an inner module
         inner = importlib.import_module("sympy.solvers.diophantine.diophantine")
         package.base_solution_linear = inner.base_solution_linear
-    if not hasattr(np.ndarray, "itemset"):  # a class written in C: nothing can be put back, so the caller is changed
+    if not hasattr(np.ndarray, "itemset"):  # a C class takes no new method: change the caller
         _import_changed("mathematics_dataset.sample.polynomials", r"(\w+)\.itemset\((\w+), (\w+)\)", r"\1[\2] = \3")
 
 
 def _import_changed(name: str, pattern: str, replacement: str) -> None:
-    """Import a module with some of its text replaced."""
+    """Import a module after replacing some of its source."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None and spec.loader is not None
     source = spec.loader.get_source(name)  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def _import_changed(name: str, pattern: str, replacement: str) -> None:
 
 
 def part_of_range(level: int) -> Callable[[tuple[float, float]], tuple[float, float]]:
-    """The package's way to make questions harder: which third of a range of entropies they are drawn from."""
+    """The third of a range of entropies to draw questions from; a higher level makes them harder."""
 
     def third(whole: tuple[float, float]) -> tuple[float, float]:
         length = whole[1] - whole[0]
@@ -60,7 +60,7 @@ def part_of_range(level: int) -> Callable[[tuple[float, float]], tuple[float, fl
 
 
 def questions(task: str, level: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Different questions and their answers, without end; ``task`` is for instance ``algebra__linear_1d``."""
+    """Endless distinct questions and their answers; ``task`` is for example ``algebra__linear_1d``."""
     put_back()
     import numpy as np
 
@@ -91,5 +91,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file: its modules are parts of a package, not for import by their short names
+    sys.path.pop(0)  # this file's folder: its modules could shadow others
     main()

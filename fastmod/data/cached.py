@@ -1,4 +1,4 @@
-"""What a reader of data sets returned, kept for whoever asks again: the trials of a run share it."""
+"""Cache for readers of data sets, so that the trials of a run read each data set once."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class _Cached(Generic[_Arguments, _Result]):
 
 
 def cached(size: int | None = None) -> Callable[[Callable[_Arguments, _Result]], _Cached[_Arguments, _Result]]:
-    """Keep the results of the last ``size`` different calls, of all by default; a call is told from others by its
-    arguments and by ``FASTMOD_DATA``, where readers look for files."""
+    """Keep the results of the last ``size`` different calls, by default of all.
+
+    Calls differ by their arguments and by ``FASTMOD_DATA``, where readers look for files.
+    """
     return lambda read: _Cached(read, size)

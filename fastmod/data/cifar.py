@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from folders with their binary versions: records of label bytes and 3072 bytes of colour."""
+"""CIFAR-10 and CIFAR-100 from folders with their binary versions: records of labels and 3072 bytes of pixels."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ FINE_CLASSES = 100  # of CIFAR-100, whose files do not name them
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
 RECORD = 1 + PIXELS  # bytes of one image of CIFAR-10
-#: Where the files are looked for below $FASTMOD_DATA; the last one is what the published archive unpacks to.
+#: Folders of $FASTMOD_DATA to search; the published archive unpacks to the last.
 FOLDERS = ("", "cifar10", "cifar-10-batches-bin")
 FOLDERS_100 = ("", "cifar100", "cifar-100-binary")
-_MOST = 100_000  # images of one file; at least twice the official ones, so that a gzip bomb is not unpacked
+_MOST = 100_000  # images per file, at least twice as many as the official ones: a limit for gzip bombs
 
 
 class CIFAR10(Photographs):
-    """Small photographs and which of :data:`CLASSES` each shows; 10000 for each training file that is there."""
+    """Small photographs and their :data:`CLASSES`; each training file found adds 10000."""
 
 
 class CIFAR100(Photographs):
-    """Small photographs and which of 100 classes each shows: the fine labels."""
+    """Small photographs and which of 100 classes (fine labels) each shows."""
 
 
 def load_cifar10(root: str | os.PathLike[str] | None = None) -> CIFAR10:
-    """Read CIFAR-10. Looked for in ``root``; else in ``$FASTMOD_DATA`` and its folders ``cifar10`` and
+    """Read CIFAR-10 from ``root``, by default from ``$FASTMOD_DATA`` or its folder ``cifar10`` or
     ``cifar-10-batches-bin``.
 
     Args:
         root: folder with ``test_batch.bin`` and at least one of ``data_batch_1.bin`` to ``data_batch_5.bin``, each
-            plain or ``.gz``; all that are there are read. Where it is given, nothing else is looked at.
+            plain or ``.gz``; training files may be missing. If given, no other place is searched.
 
     Returns:
         ``train_images`` uint8 ``[N, 3, 32, 32]``, ``train_labels`` int64 ``[N]``, and the same of the test images.
@@ -59,12 +59,11 @@ def load_cifar10(root: str | os.PathLike[str] | None = None) -> CIFAR10:
 
 
 def load_cifar100(root: str | os.PathLike[str] | None = None) -> CIFAR100:
-    """Read CIFAR-100 with its fine labels. Looked for in ``root``; else in ``$FASTMOD_DATA`` and its folders
-    ``cifar100`` and ``cifar-100-binary``.
+    """Read CIFAR-100 with its fine labels from ``root``, by default from ``$FASTMOD_DATA`` or its folder
+    ``cifar100`` or ``cifar-100-binary``.
 
     Args:
-        root: folder with ``train.bin`` and ``test.bin``, each plain or ``.gz``. Where it is given, nothing else is
-            looked at.
+        root: folder with ``train.bin`` and ``test.bin``, each plain or ``.gz``. If given, no other place is searched.
 
     Returns:
         ``train_images`` uint8 ``[N, 3, 32, 32]``, ``train_labels`` int64 ``[N]``, and the same of the test images.
@@ -92,7 +91,7 @@ def _read_folder_100(folder: Path) -> CIFAR100:
     if not train or not test:
         what = f"expected {' and '.join(FILES_100)} (plain or .gz)" if folder.is_dir() else "no such folder"
         raise DataError(f"{folder}: {what}; CIFAR-100 is read from a folder with its binary version")
-    # The coarse label comes first; the fine one is the last byte before the colours.
+    # Each record starts with two labels, coarse and then fine.
     return CIFAR100(*_read_files([train], 2, FINE_CLASSES), *_read_files([test], 2, FINE_CLASSES))
 
 
@@ -101,13 +100,13 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _read_files(paths: Sequence[Path], label_bytes: int, classes: int) -> tuple[Tensor, Tensor]:
-    """uint8 ``[N, 3, 32, 32]`` and int64 ``[N]`` of several files, one after the other."""
+    """Images uint8 ``[N, 3, 32, 32]`` and labels int64 ``[N]`` of several files, in order."""
     images, labels = zip(*(_read_file(path, label_bytes, classes) for path in paths), strict=True)
     return torch.cat(images), torch.cat(labels)
 
 
 def _read_file(path: Path, label_bytes: int, classes: int) -> tuple[Tensor, Tensor]:
-    """uint8 ``[N, 3, 32, 32]`` and int64 ``[N]`` of one file, packed or not (told by its contents, not its name)."""
+    """Images uint8 ``[N, 3, 32, 32]`` and labels int64 ``[N]`` of a file; its contents show whether it is packed."""
     record = label_bytes + PIXELS
     most = _MOST * record
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Where a data set lies: the one rule of all readers that take a folder."""
+"""How readers find the folder of a data set."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def find_folder(
     content: str,
     variable_is: str = "such a folder",
 ) -> Path:
-    """``root`` where it is given; else the first of ``folders`` in ``$FASTMOD_DATA`` that ``holds`` some of the files.
+    """``root`` if given, else the first of ``folders`` in ``$FASTMOD_DATA`` for which ``holds`` is true.
 
     Raises:
-        DataError: there is none; ``content`` tells what such a folder has.
+        DataError: there is none; the message describes the folder by ``content``.
     """
     if root is not None:
         return Path(root)

@@ -1,4 +1,4 @@
-"""The idx format, in which MNIST is published: a magic number, the sizes, then the numbers, row by row."""
+"""The idx format of MNIST: a magic number, the sizes, then the numbers row by row."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch import Tensor
 #: Two zeros and the code of unsigned bytes; the fourth byte of a file is its number of dimensions.
 MAGIC = b"\x00\x00\x08"
 GZIP_MAGIC = b"\x1f\x8b"
-MAX_DIMS = 64  # beyond it torch refuses many operations
+MAX_DIMS = 64  # torch refuses many operations on more
 CHUNK = 1 << 20
 
 
 class DataError(ValueError):
-    """Data that is missing, damaged or not what it should be; the message names the file."""
+    """Data is missing, damaged or not as expected; the message names the file."""
 
 
 def read_idx(path: str | os.PathLike[str]) -> Tensor:
-    """Read an idx file of unsigned bytes, plain or gzipped (told by its contents, not by its name).
+    """Read an idx file of unsigned bytes, plain or gzipped, whatever its name.
 
     Returns:
         uint8 ``[size_0, size_1, ...]`` as the header says: ``[N, H, W]`` for images, ``[N]`` for labels.
 
     Raises:
-        DataError: the file is no idx file of unsigned bytes, is damaged, or is shorter or longer than its header says.
+        DataError: not an idx file of unsigned bytes, damaged, or shorter or longer than its header says.
     """
     return to_tensor(read_contents(path))
 
@@ -64,15 +64,15 @@ def _read(stream: BinaryIO | gzip.GzipFile, path: str | os.PathLike[str], length
     if len(contents) < 4 + 4 * dims:
         raise DataError(f"{path}: truncated: expected a header of {4 + 4 * dims} bytes, got {len(contents)}")
     sizes = _sizes(contents)
-    # Where a size is 0 no byte follows, yet the others may be more than torch can count.
+    # A size of 0 means no bytes follow, but the other sizes may still overflow in torch.
     if math.prod(max(size, 1) for size in sizes) >= 2**63:
         raise DataError(f"{path}: wrong header: sizes {sizes} are too large for a tensor")
     expected = len(contents) + math.prod(sizes)
     needs = f"{path}: wrong length: sizes {sizes} need {expected} bytes with the header"
     if length is not None and length != expected:
         raise DataError(f"{needs}, the file has {length}")
-    # Chunk by chunk: memory follows what is there, not what the header claims. The byte too many also makes gzip
-    # reach the end, where it compares its checksum.
+    # Read in chunks, so that a wrong header cannot claim a lot of memory. The one byte more makes gzip reach the
+    # end, where it compares its checksum.
     while len(contents) <= expected and (chunk := stream.read(min(CHUNK, expected + 1 - len(contents)))):
         contents += chunk
     if len(contents) != expected:
@@ -86,13 +86,13 @@ def _sizes(contents: bytearray) -> list[int]:
 
 
 def blank(sizes: Sequence[int]) -> bytearray:
-    """The contents of an idx file of these sizes, all zeros."""
+    """Contents of an idx file of these sizes, filled with zeros."""
     header = MAGIC + bytes([len(sizes)]) + b"".join(size.to_bytes(4, "big") for size in sizes)
     return bytearray(header) + bytearray(math.prod(sizes))
 
 
 def to_tensor(contents: bytearray) -> Tensor:
-    """uint8 ``[size_0, size_1, ...]`` that shares the memory of the contents of an idx file."""
+    """The numbers of an idx file, uint8 ``[size_0, size_1, ...]``, in the memory of ``contents``."""
     sizes = _sizes(contents)
     if 0 in sizes:  # frombuffer refuses an empty buffer
         return torch.empty(sizes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Fashion-MNIST and KMNIST: other images in the files of MNIST."""
+"""Fashion-MNIST and KMNIST: other images in files named like those of MNIST."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fastmod.data.folders import find_folder
 from fastmod.data.idx import DataError
 from fastmod.data.mnist import CHECKSUMS, MNIST, find_file, read_files
 
-#: Where the files are looked for below $FASTMOD_DATA; not in the folder itself, where MNIST may be.
+#: Folders of $FASTMOD_DATA to search; not that folder itself, which may hold MNIST.
 FASHION_FOLDERS = ("fashion_mnist", "fashion-mnist", "FashionMNIST/raw")
 KMNIST_FOLDERS = ("kmnist", "KMNIST/raw")
 
 
 def load_fashion_mnist(root: str | os.PathLike[str] | None = None) -> MNIST:
-    """Read Fashion-MNIST. Looked for in ``root``; else in the folder ``fashion_mnist`` of ``$FASTMOD_DATA``.
+    """Read Fashion-MNIST from ``root``, by default from the folder ``fashion_mnist`` of ``$FASTMOD_DATA``.
 
     Args:
-        root: folder with the four files of :func:`fastmod.data.mnist`, plain or ``.gz``; a file that is missing may be
-            in the only folder inside of it that has it, as where only a part of the training images is kept.
+        root: folder with the four files of :func:`fastmod.data.mnist`, plain or ``.gz``. The two training files may
+            instead be in its only subfolder that has both, for example one with fewer images.
 
     Returns:
         uint8 images ``[60000, 28, 28]``, int64 labels ``[60000]``, and the same of 10000 test images.
@@ -31,7 +31,7 @@ def load_fashion_mnist(root: str | os.PathLike[str] | None = None) -> MNIST:
 
 
 def load_kmnist(root: str | os.PathLike[str] | None = None) -> MNIST:
-    """Read KMNIST, cursive Japanese characters of ten classes; else as :func:`load_fashion_mnist`."""
+    """Read KMNIST, cursive Japanese characters of ten classes, in the way of :func:`load_fashion_mnist`."""
     return _load("KMNIST", KMNIST_FOLDERS, root)
 
 
@@ -47,7 +47,7 @@ def _read(title: str, folder: Path) -> MNIST:
     part = [path for path in inner if all(find_file(path, name) for name in list(CHECKSUMS)[:2])]
     files: dict[str, Path] = {}
     for images, labels in (list(CHECKSUMS)[:2], list(CHECKSUMS)[2:]):
-        # Both from one place: there may be labels of all images beside a part of the images.
+        # Both from one folder: the labels here may be of all images while a subfolder has fewer.
         places = [folder, *(part if len(part) == 1 and images.startswith("train") else ())]
         place = next((place for place in places if find_file(place, images)), folder)
         for name in (images, labels):

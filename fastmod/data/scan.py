@@ -1,4 +1,4 @@
-"""SCAN: commands such as ``jump twice`` and the actions they stand for, ``I_JUMP I_JUMP``; from its text files."""
+"""SCAN from its text files: commands such as ``jump twice`` and their actions, ``I_JUMP I_JUMP``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastmod.data.idx import DataError
 
-#: Split -> its file, for ``train`` and ``test``.
+#: Split -> its file; ``part`` is ``train`` or ``test``.
 SPLITS = {
     "simple": "simple_split/tasks_{part}_simple.txt",
     "length": "length_split/tasks_{part}_length.txt",
@@ -23,12 +23,12 @@ SPLITS = {
     "add_prim_turn_left": "add_prim_split/tasks_{part}_addprim_turn_left.txt",
 }
 ARCHIVE = "SCAN.tar.xz"
-#: Where the files are looked for below $FASTMOD_DATA.
+#: Folders of $FASTMOD_DATA to search.
 FOLDERS = ("", "scan", "SCAN")
 
 
 class Vocabulary:
-    """Words as numbers. 0 pads, 1 starts and 2 ends a sequence; the words follow."""
+    """Words as numbers from 3; 0 pads, 1 starts and 2 ends a sequence."""
 
     PAD, START, END = 0, 1, 2
 
@@ -40,11 +40,11 @@ class Vocabulary:
         return len(self.words)
 
     def encode(self, words: Iterable[str]) -> list[int]:
-        """The words' numbers and the end; KeyError for a word that is none."""
+        """The words' numbers followed by END; KeyError for an unknown word."""
         return [*(self._number[word] for word in words), self.END]
 
     def decode(self, numbers: Iterable[int]) -> list[str]:
-        """The words up to the end."""
+        """The words before END."""
         found: list[str] = []
         for number in numbers:
             if number == self.END:
@@ -53,7 +53,7 @@ class Vocabulary:
         return found
 
 
-#: All words of the grammar, so that every split has the same numbers.
+#: All words of the grammar, so that all splits use the same numbers.
 COMMANDS = Vocabulary(
     ("walk", "look", "run", "jump", "turn", "left", "right", "opposite", "around", "twice", "thrice", "and", "after")
 )
@@ -61,7 +61,7 @@ ACTIONS = Vocabulary(("I_WALK", "I_LOOK", "I_RUN", "I_JUMP", "I_TURN_LEFT", "I_T
 
 
 class Sequences(NamedTuple):
-    """Pairs of one file, in its order: every sequence ends with END and is filled up with PAD."""
+    """Pairs in the order of their file; every sequence ends with END and is padded with PAD."""
 
     commands: Tensor  # int64 [N, longest command + 1]
     actions: Tensor  # int64 [N, longest action + 1]
@@ -73,18 +73,18 @@ class SCAN(NamedTuple):
 
 
 def load_scan(root: str | os.PathLike[str] | None = None, splits: Sequence[str] = tuple(SPLITS)) -> dict[str, SCAN]:
-    """Read splits of SCAN. Looked for in ``root``; else in ``$FASTMOD_DATA`` and its folders ``scan`` and ``SCAN``.
+    """Read splits of SCAN from ``root``, by default from ``$FASTMOD_DATA`` or its folder ``scan`` or ``SCAN``.
 
     Args:
-        root: folder with ``simple_split/tasks_train_simple.txt`` and so on, or with ``SCAN.tar.xz`` (or that file
-            itself, which takes some seconds longer). Where it is given, nothing else is looked at.
-        splits: of ``simple``, ``length``, ``add_prim_jump``, ``add_prim_turn_left``.
+        root: folder with ``simple_split/tasks_train_simple.txt`` and so on, or with ``SCAN.tar.xz``, or that file
+            itself; the archive takes some seconds longer. If given, no other place is searched.
+        splits: any of ``simple``, ``length``, ``add_prim_jump``, ``add_prim_turn_left``.
 
     Returns:
         Split -> its training and test pairs; see :class:`Sequences` for the shapes.
 
     Raises:
-        DataError: nothing found, or a file is missing, damaged or no SCAN.
+        DataError: nothing found, or a file is missing, damaged or not SCAN.
     """
     unknown = [split for split in splits if split not in SPLITS]
     if unknown:
@@ -133,7 +133,7 @@ def _from_folder(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _from_archive(archive: Path, names: Sequence[str]) -> dict[str, str]:
-    """Read in the order of the archive: going back would unpack it from its beginning once more."""
+    """Read files in the archive's order: going back would unpack it again from its start."""
     found: dict[str, str] = {}
     try:
         with tarfile.open(archive) as members:
@@ -172,6 +172,6 @@ def parse(text: str, origin: str) -> Sequences:
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """int64 ``[N, longest]``, filled up with PAD."""
+    """int64 ``[N, longest]``, padded with PAD."""
     longest = max(map(len, sequences))
     return torch.tensor([[*numbers, *[Vocabulary.PAD] * (longest - len(numbers))] for numbers in sequences])

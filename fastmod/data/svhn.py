@@ -15,25 +15,25 @@ from fastmod.data.photographs import Photographs
 
 SIDE = 32
 CLASSES = tuple("0123456789")
-#: Where the files are looked for below $FASTMOD_DATA.
+#: Folders of $FASTMOD_DATA to search.
 FOLDERS = ("", "svhn", "SVHN")
 _PARTS = ("train_32x32", "test_32x32")
 
 
 class SVHN(Photographs):
-    """Digits of house numbers and which digit each is, 0 to 9."""
+    """Digits of house numbers and their labels, 0 to 9."""
 
 
 def load_svhn(root: str | os.PathLike[str] | None = None) -> SVHN:
-    """Read SVHN, "Format 2". Looked for in ``root``; else in ``$FASTMOD_DATA`` and its folder ``svhn``.
+    """Read SVHN, "Format 2", from ``root``, by default from ``$FASTMOD_DATA`` or its folder ``svhn`` or ``SVHN``.
 
     Args:
-        root: folder with ``train_32x32.mat`` and ``test_32x32.mat``; where there is no file of the name, the only one
-            that begins with it, such as ``train_32x32_first7000.mat``. Where it is given, nothing else is looked at.
+        root: folder with ``train_32x32.mat`` and ``test_32x32.mat``; instead of either, there may be a single
+            file with a longer name, such as ``train_32x32_first7000.mat``. If given, no other place is searched.
 
     Returns:
-        ``train_images`` uint8 ``[N, 3, 32, 32]``, ``train_labels`` int64 ``[N]`` (the digit 0 is 0, not 10 as in the
-        files), and the same of the test images.
+        ``train_images`` uint8 ``[N, 3, 32, 32]``, ``train_labels`` int64 ``[N]`` (the digit 0 has label 0, in
+        the files 10), and the same of the test images.
 
     Raises:
         DataError: nothing found, or a file is missing or damaged.
@@ -61,7 +61,7 @@ def _read_folder(folder: Path) -> SVHN:
 
 
 def _read_file(path: Path) -> tuple[Tensor, Tensor]:
-    """uint8 ``[N, 3, 32, 32]`` and int64 ``[N]``."""
+    """Images uint8 ``[N, 3, 32, 32]`` and labels int64 ``[N]``."""
     arrays = read_mat(path)
     for name in ("X", "y"):
         if name not in arrays:

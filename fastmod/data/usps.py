@@ -1,4 +1,4 @@
-"""USPS, handwritten digits of envelopes, from a folder with its two text files in LIBSVM's format."""
+"""USPS, handwritten digits from envelopes, from a folder with its two text files in LIBSVM's format."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from fastmod.data.mnist import MNIST
 SIDE = 16
 CLASSES = 10
 FILES = ("usps", "usps.t")
-#: Where the files are looked for below $FASTMOD_DATA.
+#: Folders of $FASTMOD_DATA to search.
 FOLDERS = ("", "usps", "USPS")
 _MOST = 1 << 28  # bytes of an unpacked file, eight times the official one
 
 
 def load_usps(root: str | os.PathLike[str] | None = None) -> MNIST:
-    """Read USPS. Looked for in ``root``; else in ``$FASTMOD_DATA`` and its folder ``usps``.
+    """Read USPS from ``root``, by default from ``$FASTMOD_DATA`` or its folder ``usps`` or ``USPS``.
 
     Args:
-        root: folder with ``usps`` and ``usps.t``, each plain or ``.bz2``: lines of a class 1 .. 10, which stands for
-            the digits 0 .. 9, and ``number:value`` of the pixels 1 .. 256 that are not 0, in -1 .. 1.
+        root: folder with ``usps`` and ``usps.t``, each plain or ``.bz2``. Each line has a class 1 .. 10 for the digits
+            0 .. 9 and ``number:value`` for the pixels (of 1 .. 256) that are not 0; values are in -1 .. 1.
 
     Returns:
-        uint8 images ``[7291, 16, 16]`` (-1 is 0, 1 is 255), int64 labels ``[7291]``, and the same of 2007 test images.
+        uint8 images ``[7291, 16, 16]`` (-1 becomes 0, and 1 becomes 255), int64 labels ``[7291]``, and the same of 2007
+        test images.
 
     Raises:
         DataError: nothing found, or a file is missing or damaged.
@@ -54,7 +55,7 @@ def _read_folder(folder: Path) -> MNIST:
 
 
 def _read_file(path: Path) -> tuple[Tensor, Tensor]:
-    """uint8 ``[N, 16, 16]`` and int64 ``[N]``."""
+    """Images uint8 ``[N, 16, 16]`` and labels int64 ``[N]``."""
     with path.open("rb") as file:
         packed = file.read(3) == b"BZh"
         file.seek(0)

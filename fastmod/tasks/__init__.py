@@ -1,4 +1,4 @@
-"""Data that are made rather than read; readers of data sets are in ``fastmod.data``."""
+"""Generated data; readers of data sets are in ``fastmod.data``."""
 
 from fastmod.tasks.corruptions import corrupt
 from fastmod.tasks.drawing import Labelled

@@ -1,4 +1,4 @@
-"""Digits and numbers of two digits, one-hot; pairs of digits, and the restricted half of them."""
+"""One-hot digits and two-digit numbers; pairs of digits, all or a restricted half."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT = 100  # numbers have two digits
 
 
 def one_hot(digits: Tensor, size: int = BLOCK) -> Tensor:
-    """Whole numbers ``[...]`` as fp32 ``[..., size]``: rows of a unit matrix, faster than ``F.one_hot``."""
+    """Whole numbers ``[...]`` as one-hot fp32 ``[..., size]``; reading a unit matrix is faster than ``F.one_hot``."""
     return F.embedding(digits, torch.eye(size, device=digits.device))
 
 
@@ -22,7 +22,7 @@ def one_hot_blocks(digits: Tensor, task: Tensor) -> Tensor:
 
 
 def uniform_pairs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """``[*shape, 2]``, all 100 pairs alike."""
+    """``[*shape, 2]``, all 100 pairs equally likely."""
     return torch.randint(10, (*shape, 2), generator=generator, device=generator.device)
 
 
@@ -40,13 +40,13 @@ def all_pairs(device: torch.device) -> Tensor:
 
 
 def allowed_pairs(device: torch.device) -> Tensor:
-    """``[50, 2]``: one digit low, the other high; the pairs that ``restricted_pairs`` draws from."""
+    """``[50, 2]``: one digit low, the other high; the pairs ``restricted_pairs`` draws from."""
     pairs = all_pairs(device)
     return pairs[(pairs[:, 0] < 5) != (pairs[:, 1] < 5)]
 
 
 def excluded_pairs(device: torch.device) -> Tensor:
-    """``[50, 2]``: both digits low or both high; the pairs that ``restricted_pairs`` never gives."""
+    """``[50, 2]``: both digits low or both high; the pairs ``restricted_pairs`` never draws."""
     pairs = all_pairs(device)
     return pairs[(pairs[:, 0] < 5) == (pairs[:, 1] < 5)]
 

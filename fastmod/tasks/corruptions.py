@@ -1,7 +1,7 @@
-"""Domains of one data set: its images sheared, made smaller, noisy, as boundaries or blurred.
+"""Domains of a data set: its images sheared, scaled down, noisy, as boundaries or blurred.
 
-Shear, scale and shot noise follow the formulas of MNIST-C. All but the noise are sums of whole numbers, so that every
-machine and every number of threads makes the same images.
+Shear, scale and shot noise follow the formulas of MNIST-C. All but the noise use integer sums, so that images are equal
+on every machine and with any number of threads.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from fastmod.tasks.drawing import resampled, resampling
 
 DOMAINS = ("original", "shear", "scale", "shot_noise", "boundary", "blurred")
-SHEAR = 0.4  # radians, to either side
+SHEAR = 0.4  # radians, left or right
 SCALE = 0.7
 SHOTS = 3  # photons of a white pixel
-_BINOMIAL = (1, 4, 6, 4, 1)  # a blur of about a pixel's deviation, in each direction
-_SOME = 4096  # images whose pixels are computed at once
+_BINOMIAL = (1, 4, 6, 4, 1)  # a blur with a standard deviation of about a pixel
+_SOME = 4096  # images computed at once
 
 
 def corrupt(images: Tensor, domain: str, seed: int = 0) -> Tensor:
-    """uint8 ``[N, S, S]`` -> uint8 ``[N, S, S]`` as they look in a domain.
+    """Images uint8 ``[N, S, S]`` as they look in a domain, also uint8 ``[N, S, S]``.
 
     Args:
-        domain: ``"original"``; ``"shear"`` by 0.4 rad to a random side; ``"scale"`` made smaller, to 0.7, both about
-            the centre; ``"shot_noise"``, Poisson(3 x) / 3 of a brightness x; ``"boundary"``, the brightest of 2 x 2
-            pixels less the darkest; ``"blurred"`` by a binomial filter of 5 x 5 pixels, twice.
-        seed: of the sides and of the noise; the first images do not depend on how many there are.
+        domain: ``"original"``; ``"shear"``, by 0.4 rad to a random side; ``"scale"``, down to 0.7, both about the
+            centre; ``"shot_noise"``, Poisson(3 x) / 3 for brightness x; ``"boundary"``, the brightest minus the
+            darkest of 2 x 2 pixels; ``"blurred"``, by a binomial filter of 5 x 5 pixels, twice.
+        seed: of the random sides and the noise; each image depends only on those before it.
     """
     if domain not in DOMAINS:
         raise ValueError(f"domain: expected one of {', '.join(DOMAINS)}, got {domain!r}")
@@ -64,8 +64,10 @@ def _corrupted(images: Tensor, domain: str, generator: torch.Generator) -> Tenso
 
 @functools.cache
 def _affine(side: int, zoom: float, slant: float) -> tuple[Tensor, Tensor]:
-    """Where each pixel of the new image is read: ``zoom`` times its distance from the centre, rows shifted by
-    ``slant`` times their height."""
+    """Where to read each pixel of the new image.
+
+    ``zoom`` scales the distance from the centre; rows are shifted by ``slant`` times their height.
+    """
     along = torch.arange(side, dtype=torch.float64) - (side - 1) / 2
     down, right = along[:, None] * zoom, along[None, :] * zoom
     row, column = torch.broadcast_tensors(down, right + slant * down)

@@ -1,4 +1,4 @@
-"""What tasks of coloured shapes on a grid share: random choices, colours, shapes put into blocks of an image."""
+"""Common parts of tasks with coloured shapes on a grid: random choices, colours, drawing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Red, green, blue of the ten colours; none is dark, for the background is black.
+#: Red, green, blue of the ten colours; none is dark, as the background is black.
 COLOURS = (
     (255, 255, 255), (255, 0, 0), (0, 255, 0), (64, 96, 255), (255, 255, 0),
     (255, 0, 255), (0, 255, 255), (255, 128, 0), (160, 96, 255), (160, 160, 160),
 )  # fmt: skip
-_SOME = 2048  # images whose pixels are computed at once
-_FINE = 256  # steps between two pixels, at which an image is read
+_SOME = 2048  # images computed at once
+_FINE = 256  # positions between two pixels at which an image can be read
 
 
 class Labelled(NamedTuple):
@@ -34,18 +34,18 @@ def check(n: int, seed: int) -> None:
 
 
 def choices(n: int, sizes: Sequence[int], seed: int) -> list[Tensor]:
-    """For each size an int64 ``[n]`` of numbers below it, all alike.
+    """For each size, int64 ``[n]`` of uniform random numbers below it.
 
-    Drawn row by row, in one thread: the first rows do not depend on ``n``, nor anything on the number of threads.
+    Drawn row by row in one thread, so that no row depends on ``n`` or on the number of threads.
     """
     uniform = torch.rand(n, len(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return list((uniform * torch.tensor(sizes, dtype=torch.float64)).long().unbind(1))
 
 
 def different(*columns: Tensor) -> Tensor:
-    """Numbers below k, k - 1, k - 2, ... as different numbers below k, every order alike: ``[n, columns]``.
+    """Turn numbers below k, k - 1, k - 2, ... into distinct numbers below k: ``[n, columns]``.
 
-    Each counts the numbers that those before it have left.
+    Each column counts among the numbers not yet taken, so uniform columns make all orders equally likely.
     """
     found: list[Tensor] = []
     for column in columns:
@@ -56,10 +56,10 @@ def different(*columns: Tensor) -> Tensor:
 
 
 def paste(shapes: Tensor, blocks: Tensor, colours: Tensor, grid: int) -> Tensor:
-    """Images of ``grid`` x ``grid`` blocks with some of them filled.
+    """Draw k shapes into ``grid`` x ``grid`` blocks of each image.
 
     Args:
-        shapes: uint8 ``[n, k, S, S]``, how bright each pixel of each of k shapes is.
+        shapes: uint8 ``[n, k, S, S]``, the brightness of each pixel.
         blocks: int64 ``[n, k]`` in 0..grid*grid-1, all different in a row.
         colours: int64 ``[n, k]``, numbers of :data:`COLOURS`.
 
@@ -79,10 +79,11 @@ def paste(shapes: Tensor, blocks: Tensor, colours: Tensor, grid: int) -> Tensor:
 
 
 def resampling(row: Tensor, column: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """How an image of ``side`` x ``side`` pixels is read at points ``[P]`` between its pixels: for each point, the four
-    pixels around it, ``[4, P]``, and their shares, of 256 * 256; pixel ``side * side`` is beyond the edge.
+    """Bilinear reading of an image of ``side`` x ``side`` pixels at points ``[P]``, for :func:`resampled`.
 
-    In whole numbers, so that every machine and every number of threads makes the same images.
+    Returns for each point the four pixels around it, ``[4, P]``, and their weights, which sum to 256 * 256. Pixel
+    ``side * side`` stands for all beyond the edge. Integer weights make equal images on every machine and with any
+    number of threads.
     """
     row_share, column_share = ((x - x.floor()).mul(_FINE).round().int() for x in (row, column))
     places, shares = [], []
@@ -98,7 +99,7 @@ def resampling(row: Tensor, column: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 
 def resampled(images: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-    """Images uint8 ``[n, side, side]`` read as :func:`resampling` says, at the points of a square: ``[n, S, S]``."""
+    """Read images uint8 ``[n, side, side]`` at the S * S points of :func:`resampling`: ``[n, S, S]``."""
     size = math.isqrt(places.shape[1])
     padded = torch.cat([images.flatten(1), images.new_zeros(len(images), 1)], 1).int()
     total = sum(padded[:, place] * share for place, share in zip(places, shares, strict=True))

@@ -1,6 +1,6 @@
-"""MNIST Parity: two handwritten digits in an image; are both even, or both odd?
+"""MNIST Parity: are the two handwritten digits in an image both even or both odd?
 
-Each digit is coloured, scaled, turned and put anywhere into one of four blocks of 32 x 32 pixels.
+Each digit is coloured, scaled, turned and placed anywhere in one of four blocks of 32 x 32 pixels.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ DIGITS = 2
 
 
 class Scene(NamedTuple):
-    """All that an image shows, of n images."""
+    """Everything shown in n images."""
 
-    labels: Tensor  # [n]: 1 where both digits are even or both odd
-    digits: Tensor  # [n, 2]: which images of the split
+    labels: Tensor  # [n]: 1 if both digits are even or both odd
+    digits: Tensor  # [n, 2]: indices of images in the split
     classes: Tensor  # [n, 2]: 0 to 9
-    sizes: Tensor  # [n, 2]: numbers of SIZES
-    angles: Tensor  # [n, 2]: numbers of ANGLES
+    sizes: Tensor  # [n, 2]: indices of SIZES
+    angles: Tensor  # [n, 2]: indices of ANGLES
     blocks: Tensor  # [n, 2]
     colours: Tensor  # [n, 2]
-    tops: Tensor  # [n, 2]: where it begins in its block
+    tops: Tensor  # [n, 2]: first row in the block
     lefts: Tensor  # [n, 2]
 
 
 def digits_of(split: str, root: str | os.PathLike[str] | None = None, *, verify: bool = True) -> tuple[Tensor, Tensor]:
-    """Images uint8 ``[N, 28, 28]`` and labels ``[N]`` of a split: of the 60000 for training, the last 10000 are for
-    validation (a sixth, where ``verify`` is False and there are others)."""
+    """Images uint8 ``[N, 28, 28]`` and labels ``[N]`` of a split.
+
+    Validation uses the last sixth of the training images, 10000 of MNIST's 60000.
+    """
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
     found = mnist(root, verify=verify)
@@ -57,7 +59,7 @@ def digits_of(split: str, root: str | os.PathLike[str] | None = None, *, verify:
 
 @functools.cache
 def _resampling(size: int, angle: int) -> tuple[Tensor, Tensor]:
-    """How a digit of 28 x 28 pixels becomes one of ``size`` x ``size``, turned; see :func:`resampling`."""
+    """Pixels and weights that scale a digit to ``size`` x ``size`` and turn it; see :func:`resampling`."""
     along = (torch.arange(size, dtype=torch.float64) + 0.5) * (SIDE / size) - SIDE / 2
     down, right = along[:, None], along[None, :]
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
@@ -67,12 +69,12 @@ def _resampling(size: int, angle: int) -> tuple[Tensor, Tensor]:
 
 
 def turned(digits: Tensor, size: int, angle: int) -> Tensor:
-    """Digits uint8 ``[g, 28, 28]`` scaled and turned: uint8 ``[g, size, size]``."""
+    """Scale and turn digits uint8 ``[g, 28, 28]``: uint8 ``[g, size, size]``."""
     return resampled(digits, *_resampling(size, angle))
 
 
 def scene(n: int, seed: int, classes: Tensor) -> Scene:
-    """What an image shows: ``classes [N]`` are those of the digits to draw from."""
+    """Draw at random what n images show; ``classes [N]`` are the labels of the available digits."""
     check(n, seed)
     each = (len(classes), len(SIZES), len(ANGLES), len(COLOURS), 2**20, 2**20)
     sizes = [*(GRID * GRID - k for k in range(DIGITS)), *each * DIGITS]
@@ -80,7 +82,7 @@ def scene(n: int, seed: int, classes: Tensor) -> Scene:
     digits, size, angle, colours, down, right = (
         torch.stack(rest[DIGITS + k :: len(each)], 1) for k in range(len(each))
     )
-    free = BLOCK - torch.tensor(SIZES)[size]  # [n, 2]: the last pixel at which it may begin
+    free = BLOCK - torch.tensor(SIZES)[size]  # [n, 2]: the last pixel at which the digit may begin
     tops, lefts = (part * (free + 1) // 2**20 for part in (down, right))
     shown = classes[digits]
     labels = (shown % 2 == shown[:, :1] % 2).all(1).long()
@@ -90,21 +92,21 @@ def scene(n: int, seed: int, classes: Tensor) -> Scene:
 def mnist_parity(
     n: int, split: str, seed: int, root: str | os.PathLike[str] | None = None, *, verify: bool = True
 ) -> Labelled:
-    """Images of two MNIST digits, and whether these are of the same parity.
+    """Images of two MNIST digits, and whether they have the same parity.
 
     Args:
         n: how many images.
-        split: which digits are shown: ``"train"`` (the first 50000 of MNIST's training set), ``"valid"`` (its last
+        split: which digits to show: ``"train"`` (the first 50000 of MNIST's training set), ``"valid"`` (its last
             10000) or ``"test"``.
-        seed: the same seed gives the same images, on any number of threads; more of them begin with the same ones.
-        root: folder of MNIST; None: as :func:`fastmod.data.mnist` looks for it.
-        verify: compare the files with the official ones; False is for other data of the same layout.
+        seed: determines the images, whatever the number of threads; a larger ``n`` only adds images.
+        root: folder of MNIST; None: the places of :func:`fastmod.data.mnist`.
+        verify: compare the files with the official ones; False accepts other data of the same layout.
 
     Returns:
-        ``images`` uint8 ``[n, 3, 64, 64]``, ``labels`` int64 ``[n]``: 1 where both digits are even or both odd, else 0.
+        ``images`` uint8 ``[n, 3, 64, 64]``, ``labels`` int64 ``[n]``: 1 if both digits are even or both odd, else 0.
 
     Raises:
-        DataError: MNIST is not there or damaged.
+        DataError: MNIST is missing or damaged.
     """
     check(n, seed)
     digits, classes = digits_of(split, root, verify=verify)
@@ -112,12 +114,12 @@ def mnist_parity(
 
 
 def render(shown: Scene, digits: Tensor) -> Labelled:
-    """The images of a scene, of the digits ``[N, 28, 28]`` that it was drawn from."""
+    """The images of a scene; ``digits [N, 28, 28]`` are those whose classes it was made from."""
     return Labelled(paste(_drawn(digits, shown), shown.blocks, shown.colours, GRID), shown.labels)
 
 
 def _drawn(digits: Tensor, shown: Scene) -> Tensor:
-    """The blocks ``[n, 2, 32, 32]``: all digits of one size and angle at once, at their places."""
+    """The blocks ``[n, 2, 32, 32]``, made for all digits of one size and angle at once."""
     blocks = torch.zeros(shown.digits.numel(), BLOCK * BLOCK, dtype=torch.uint8)
     which, sizes, angles = shown.digits.flatten(), shown.sizes.flatten(), shown.angles.flatten()
     begin = (shown.tops * BLOCK + shown.lefts).flatten()

@@ -1,7 +1,7 @@
-"""Five digits and a rule with a condition and an assignment, applied any number of times.
+"""A rule with a condition and an assignment, applied repeatedly to five digits.
 
-``E := A + 1 if C > D else B + 1`` (modulo 10), the roles A..E given to the five variables by one of five permutations,
-which is the task.
+``E := A + 1 if C > D else B + 1`` (modulo 10). The task is one of five permutations that assign the
+roles A..E to the five variables.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ VARIABLES = 5
 
 
 def roles(device: torch.device | None = None) -> Tensor:
-    """``[5 permutations, 5 roles]``: which variable has which role; every variable is assigned by one permutation."""
+    """Variable of each role, ``[5 permutations, 5 roles]``; each permutation gives role E to another variable."""
     return (torch.arange(5, device=device)[:, None] + torch.arange(5, device=device)) % VARIABLES
 
 
 def apply_rule(digits: Tensor, task: Tensor) -> Tensor:
-    """``digits [..., 5]``, ``task [...]`` (which permutation) -> digits after one application."""
+    """Apply the rule once to ``digits [..., 5]``; ``task [...]`` is the number of the permutation."""
     role = roles(digits.device)[task]  # [..., 5]
     a, b, c, d, _ = digits.gather(-1, role).unbind(-1)
     assigned = (torch.where(c > d, a, b) + 1) % 10

@@ -22,7 +22,7 @@ Settings = Mapping[str, str]
 @dataclass(frozen=True)
 class ImageTask:
     make: Callable[[int, int, Settings], Labelled]  # n, seed and settings
-    labels: tuple[str, ...]  # what each label means
+    labels: tuple[str, ...]  # meaning of each label
     settings: Mapping[str, str]  # name -> default
 
 
@@ -54,7 +54,7 @@ def sheet(name: str, n: int, seed: int, settings: Settings) -> Figure:
             raise StudyError(f"unknown key {key!r}; known: {', '.join(task.settings)}")
     if not 1 <= n <= MOST:
         raise StudyError(f"--n: expected 1 to {MOST}, got {n}")
-    draw.needed()  # before any image is made
+    draw.needed()  # fail before making images
     try:
         images, labels = task.make(n, seed, {**task.settings, **settings})
     except ValueError as error:
