@@ -1,4 +1,4 @@
-"""Tasks and templates that come and go: the part of ``Compositional`` that changes its size."""
+"""Adding and removing tasks and templates of ``Compositional``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastmod.nn.template_bank import TemplateBank
 
 
 class Changeable(nn.Module):
-    """Base of ``Compositional``, whose attributes these are."""
+    """Base class of ``Compositional``, which sets the attributes declared here."""
 
     bank: TemplateBank
     layers: int
@@ -50,15 +50,17 @@ class Changeable(nn.Module):
         steps: int = 100,
         lr: float = 0.1,
     ) -> int:
-        """One more task; returns its number. Parameters become new ones: an optimiser has to be made anew.
+        """Add a task and return its number. Parameters are replaced, so make a new optimiser.
 
         Args:
-            init: a task to copy, ``"uniform"``, or an interpolation of the tasks' shares: coefficients,
-                ``"accuracy"`` (in proportion to ``accuracies``, those of the other tasks' shares on the new data), or
-                ``"learned"``: coefficients that ``steps`` steps of Adam find for ``loss``, a function without
-                arguments that runs the net on the new task, whose number is ``tasks - 1`` then.
+            init: initial shares: the number of a task to copy, ``"uniform"`` (random), or an interpolation between
+                tasks, given as coefficients, ``"accuracy"`` or ``"learned"``.
+            accuracies: for ``"accuracy"``: how well each task's shares do on the new data; coefficients are
+                proportional to them.
+            loss: for ``"learned"``: a function without arguments that runs the net on the new task (number
+                ``tasks - 1``); ``steps`` steps of Adam at ``lr`` minimise it over the coefficients.
 
-        Statistics, and scales and shifts per task, are copied from the task with the largest coefficient.
+        Statistics and per-task scales and shifts are copied from the task with the largest coefficient.
         """
         old = self.tasks
         coefficients = self.coefficients(init, accuracies, loss, steps, lr)
@@ -91,8 +93,7 @@ class Changeable(nn.Module):
         steps: int = 1,
         lr: float = 1.0,
     ) -> Tensor | None:
-        """The arguments of :meth:`add_task`, checked: coefficients of the tasks there are, None where the shares are
-        drawn."""
+        """Check the arguments of :meth:`add_task`; a coefficient per existing task, or None for random shares."""
         if self.fixed is not None and (isinstance(init, bool) or not isinstance(init, int)):
             raise ValueError(f"init: expected the number of a task, as the net has fixed signatures, got {init!r}")
         _parts.positive_sizes(steps=steps)
@@ -157,15 +158,16 @@ class Changeable(nn.Module):
 
     @torch.no_grad()
     def copy_statistics(self, source: int, target: int) -> None:
-        """Give one task the buffers of another, such as a new domain the statistics of a source."""
+        """Copy one task's buffers to another, such as batch-norm statistics of a source to a new domain."""
         source, target = self.check_task(source), self.check_task(target)
         for buffer in self.state.buffers():
             buffer[:, target] = buffer[:, source]
 
     def add_template(self, init: int | nn.Module | Callable[[], nn.Module], share: float = 0.01) -> int:
-        """One more template, a copy of one or a block's weights, with this share in every layer (softmax; else none).
+        """Add a template, a copy of template ``init`` or of a block's weights, and return its number.
 
-        Returns its number. Parameters become new ones: an optimiser has to be made anew.
+        With softmax its share is ``share`` in every layer, otherwise 0. Parameters are replaced, so make a new
+        optimiser.
         """
         if not 0 < share < 1:
             raise ValueError(f"share: expected a number between 0 and 1, got {share}")
@@ -179,7 +181,7 @@ class Changeable(nn.Module):
         return number
 
     def remove_template(self, index: int) -> None:
-        """One template less; by softmax the others take its share in proportion to theirs."""
+        """Remove a template; with softmax its share goes to the others in proportion to theirs."""
         self.bank.check_index(index)
         if self.fixed is not None and any(index in signature for signature in self.fixed):
             raise ValueError(f"template: expected one that no signature uses, got {index}")
@@ -196,5 +198,5 @@ def _renewed(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def key_of(name: str) -> str:
-    """A buffer's name in the block as a name here, which allows no dots."""
+    """Name of a block's buffer in ``state``; torch allows no dots in names."""
     return name.replace(".", "/")

@@ -1,4 +1,4 @@
-"""Changes of a module that take place as a whole or not at all."""
+"""Changes to a module that are undone if they fail halfway."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import nn
 
 @contextlib.contextmanager
 def undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Give ``model`` and all inside of it the attributes, parameters and buffers back that they had, should the block
-    raise. What was written into a tensor in place stays."""
+    """Restore attributes, parameters and buffers of ``model`` and its submodules if the block raises.
+
+    Values written in place into a tensor are not restored.
+    """
     before = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Templates for the layers of an existing net: ``compose_``."""
+"""``compose_``: turn layers of an existing net into mixtures of templates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "composition/"
 
 
 class Place(NamedTuple):
-    """The place of a mixed tensor in the net."""
+    """Where the weights of a mixed parameter come from."""
 
     layer: int
     bank: str
@@ -43,26 +43,27 @@ def compose_(
     init: str | None = None,
     train_templates: bool | None = None,
 ) -> Composition:
-    """Turn weights of an existing net into mixtures of templates, in place; its code is not changed.
+    """Turn weights of an existing net into mixtures of templates, in place and without changing its code.
 
     With ``templates`` = K, layers of equal shapes (the 3x3 convolutions of a stage, the blocks of a Transformer) become
-    mixtures of K templates, which start as the means of neighbouring layers. With ``state_dicts``, checkpoints of this
-    same net, each layer becomes a mixture of the same layer in all of them: models merged by learned coefficients.
-    Buffers, such as the statistics of batch norm, stay those of ``model``: estimate them anew for merged weights.
+    mixtures of K templates, which start as the means of neighbouring layers. With ``state_dicts``, checkpoints of the
+    same net, each layer becomes a mixture of that layer in all checkpoints: models merged with learned coefficients.
+    Buffers such as batch-norm statistics keep the values of ``model``: re-estimate them for merged weights.
 
     Args:
-        filter_fn: ``(name, module) -> bool`` picks modules; of nested ones the outer counts. By default every Linear
-            and convolution, with ``state_dicts`` every module with weights. Kinds of layers that occur fewer than K
-            times are left alone.
+        filter_fn: ``(name, module) -> bool`` picks modules; modules inside a picked one are part of it. By default
+            every Linear and convolution, or every module with weights if there are ``state_dicts``. Kinds of layers
+            that occur fewer than K times stay as they are.
         coefficients: ``"per_layer"``, or ``"shared"``: the same mixture in all layers.
-        mixing: shares from logits by ``"softmax"``, ``"tanh"`` or ``"none"``.
-        init: of the logits: ``"diag"``, near the template that a layer is part of, ``"uniform"``, or ``"equal"``; by
-            default ``"diag"``, with ``state_dicts`` or shared coefficients ``"equal"``.
-        train_templates: whether templates learn; by default not with ``state_dicts``, where only coefficients do.
+        mixing: how logits become shares: ``"softmax"``, ``"tanh"`` or ``"none"``.
+        init: initial logits: ``"diag"`` (close to the template that contains the layer), ``"uniform"`` or ``"equal"``.
+            By default ``"equal"`` with ``state_dicts`` or shared coefficients, otherwise ``"diag"``.
+        train_templates: whether templates are trained; by default not with ``state_dicts``, where only coefficients
+            are.
 
     Returns:
-        The :class:`Composition`, also ``model.composition``: ``merge()`` writes the mixed weights into an ordinary net,
-        ``remove()`` restores the net, ``signature()`` tells which layer uses which template.
+        The :class:`Composition`, also ``model.composition``: ``merge()`` turns the net into an ordinary one with the
+        mixed weights, ``remove()`` restores the original net, ``signature()`` shows each layer's main template.
 
     >>> composition = fastmod.compose_(net, templates=4, filter_fn=lambda name, m: name.startswith("layer3"))
     """
@@ -91,7 +92,7 @@ def compose_(
     _refuse_tied(model, [chosen[name] for group in groups for name in group])
     rows = [name for group in groups for name in group]
     first = _first(init, mixing, groups, templates, coefficients, state_dicts is not None)
-    found = [  # all checks before any change: a state dict may not fit
+    found = [  # everything is read before any change, as a state dict may not fit
         (group, name, _values(chosen, group, name, templates, state_dicts))
         for group in groups
         for name in dict(chosen[group[0]].named_parameters())
@@ -105,10 +106,11 @@ def compose_(
 
 
 class Composition:
-    """What :func:`compose_` adds to a net: a parameter ``composition/logits`` [layers, K] (shared: [1, K]) and, per
-    tensor of a kind of layer and named after the first one, ``composition/{name}`` [K, P].
+    """What :func:`compose_` adds to a net.
 
-    They are parameters of the net itself rather than of a new module: a Sequential still runs its layers only.
+    A parameter ``composition/logits`` [layers, K] (shared: [1, K]) and, for each tensor of a kind of layer, templates
+    ``composition/{name}`` [K, P], named after the first such layer. They belong to the net itself: a Sequential would
+    run a new module as one more layer.
     """
 
     def __init__(self, model: nn.Module, layers: list[str], mixing: str, shared: bool, first: Tensor) -> None:
@@ -130,7 +132,7 @@ class Composition:
 
     @property
     def banks(self) -> dict[str, nn.Parameter]:
-        """Templates [K, P] by the name of the parameter that they replace in the first layer of a kind."""
+        """Templates [K, P], by the name of the first parameter they replace."""
         keys = dict.fromkeys(place.bank for place in self._places.values())
         return {key.removeprefix(PREFIX).replace("/", "."): self.model.get_parameter(key) for key in keys}
 
@@ -139,7 +141,7 @@ class Composition:
         return self.logits.shape[-1]
 
     def take(self, members: list[tuple[int, str]], values: Tensor, train: bool) -> None:
-        """One tensor of equal layers: ``values`` [K, *shape] replace the parameters of these names."""
+        """Replace a parameter of equal layers by mixtures of ``values`` [K, *shape]; ``members``: (layer, name)."""
         key = PREFIX + members[0][1].replace(".", "/")
         self.model.register_parameter(key, nn.Parameter(values.flatten(1), requires_grad=train))
         for layer, name in members:
@@ -152,7 +154,7 @@ class Composition:
             composed(owner, leaf, self, name)
 
     def weight(self, name: str) -> Tensor:
-        """The mixed tensor that replaces the parameter of this name."""
+        """The mixed tensor in place of this parameter."""
         layer, key, shape = self._places[name]
         row = getattr(self.model, COMPOSED_LOGITS)[0 if self.shared else layer]
         bank = getattr(self.model, key)
@@ -168,13 +170,13 @@ class Composition:
         return {name: int(xi.argmax()) for name, xi in self.mixture().items()}
 
     def merge(self) -> nn.Module:
-        """Write the mixed weights into the net, which becomes an ordinary one again; returns it."""
+        """Make the net an ordinary one with the mixed weights and return it."""
         with torch.no_grad():
             values = {name: self.weight(name).clone() for name in self._places}
         return self._restore({n: nn.Parameter(v, self._before[n].requires_grad) for n, v in values.items()})
 
     def remove(self) -> nn.Module:
-        """Restore the net with its former weights; returns it."""
+        """Make the net an ordinary one with its original weights and return it."""
         like = self.logits
         for p in self._before.values():
             p.data = p.data.to(like.device, like.dtype)
@@ -210,7 +212,7 @@ def _owns_weights(_: str, module: nn.Module) -> bool:
 
 
 def _chosen(model: nn.Module, filter_fn: Filter) -> dict[str, nn.Module]:
-    """The modules that are picked, without those inside another one."""
+    """The picked modules, without those inside another picked one."""
     if not callable(filter_fn):
         raise TypeError(f"filter_fn: expected a function of name and module, got {type(filter_fn).__name__}")
     found: dict[str, nn.Module] = {}
@@ -290,7 +292,7 @@ def _values(
     templates: int,
     state_dicts: Sequence[Mapping[str, Tensor]] | None,
 ) -> Tensor:
-    """One tensor of the templates, [K, *shape]."""
+    """The templates' values of one parameter, [K, *shape]."""
     own = [chosen[path].get_parameter(name).detach() for path in group]
     if state_dicts is None:
         assigned = sequential(templates, len(group))

@@ -24,40 +24,41 @@ from fastmod.ops.cluster_penalty import cluster_penalty
 from fastmod.ops.entropy_penalty import entropy_penalty
 
 NORMS = ("mixed", "per_layer", "per_task")
-#: The parameter of a net that ``compose_`` has changed.
+#: Name of the logits that ``compose_`` adds to a net.
 COMPOSED_LOGITS = "composition/logits"
-#: Kinds of blocks of which it has been said that they run through torch.func.
-_told: set[type] = set()
+#: Kinds of blocks already warned about because they run unfused.
+_warned: set[type] = set()
 
 
 class Compositional(Changeable):
-    """L layers of one kind of block; the weights of each are a mixture of K templates, with shares of its own.
+    """L layers of one kind of block; each layer mixes its weights from K common templates, with its own shares.
 
     Args:
-        block_factory: makes a block, any module that maps its input to the same shape; or a ``TemplateBank``.
+        block_factory: a function that makes a block (any module whose output has the shape of its input), or a
+            ``TemplateBank``.
         templates: K.
         layers: L, applied one after the other.
-        tasks: T. Each has shares of its own, and statistics of its own.
-        norm: whose the scales and shifts of normalisation layers are: ``"mixed"`` as all other weights,
-            ``"per_layer"`` the layer's for all tasks, ``"per_task"`` the layer's for each task.
-        mixing: shares from logits by ``"softmax"``, by ``"tanh"``, or ``"none"``: the logits themselves.
-        init: of the logits: ``"uniform"`` on (0, 1) for one task and on +-sqrt(6 / (K + 1)) for several, ``"diag"``
-            0.99 for the layer's own template (with fewer templates than layers, the one of a sequential signature).
-        signature: a fixed one instead of learned shares, for all tasks or a list of one per task: see
-            :func:`make_signature`.
-        share_layers: layers in which all tasks have the shares of task 0: how many from the first on, or which.
+        tasks: T. Each task has its own shares and its own statistics.
+        norm: how scales and shifts of normalisation layers are kept: ``"mixed"`` like all other weights,
+            ``"per_layer"`` one set per layer for all tasks, ``"per_task"`` one set per layer and task.
+        mixing: how logits become shares: ``"softmax"``, ``"tanh"``, or ``"none"`` (the logits are the shares).
+        init: initial logits: ``"uniform"`` on (0, 1) for one task and on +-sqrt(6 / (K + 1)) for several; ``"diag"``
+            gives the layer's own template a share of 0.99 (with K < L, its template in a sequential signature).
+        signature: fixed templates instead of learned shares, one signature for all tasks or a list with one per
+            task: see :func:`make_signature`.
+        share_layers: layers in which all tasks use the shares of task 0: a list, or a number of first layers.
 
     Shapes: ``forward(x, task=t)`` maps ``[B, ...]`` to ``[B, ...]``, ``forward(x, task=None)`` runs all tasks,
-    ``[T, B, ...]`` to ``[T, B, ...]``. Further arguments go to every block.
+    ``[T, B, ...]`` to ``[T, B, ...]``. Further arguments are passed to every block.
 
     Parameters: ``bank.weight`` [K, P], ``logits`` [T, L, K] (none with a signature), ``norm_weight`` [L, N], per task
     [L, T, N]. Buffers of the block, such as the statistics of batch norm, are never mixed: ``state.*`` [L, T, ...].
 
-    All weights are mixed by one call. A block with a method ``forward_stacked`` (``IsometricBlock``, ``BasicBlock``)
-    runs on fused ops, all tasks in one call. Any other runs through torch.func.functional_call, task after task: its
-    convolutions with batch norm are fused (:func:`fuse_batch_norm_`); that nothing is, is said once. Such a block must
-    not call torch.utils.checkpoint inside, which would find NaN for weights when it runs again: put the
-    checkpoint around this module.
+    One call mixes all weights. Blocks with a method ``forward_stacked`` (``IsometricBlock``, ``BasicBlock``) run on
+    fused ops, all tasks in one call. Other blocks run through torch.func.functional_call, one task after the other,
+    with convolutions and batch norms fused (:func:`fuse_batch_norm_`); if nothing can be fused, a warning is given
+    once per kind of block. Such a block must not use torch.utils.checkpoint inside: its recomputation would see NaN
+    weights. Put the checkpoint around this module instead.
     """
 
     templates_of: Tensor  # [T, L], with a signature
@@ -95,23 +96,23 @@ class Compositional(Changeable):
         else:
             first = first_logits(init, mixing, tasks, layers, kinds, generator)
             self.logits = nn.Parameter(first.to(like))
-        self._trial: tuple[int, Tensor] | None = None  # logits of a task that are being tried
+        self._trial: tuple[int, Tensor] | None = None  # a task and the logits tried for it
         self._start(self.fixed[0] if self.fixed is not None else sequential(kinds, layers))
         block = self.bank.block
         if any(isinstance(module, nn.RNNBase) for module in block.modules()):
             raise TypeError("block_factory: expected no recurrent layers of torch, which keep their weights in a list")
         self.fused = stackable(block)
-        if not self.fused and not _fuses(block) and type(block) not in _told:
-            _told.add(type(block))
+        if not self.fused and not _fuses(block) and type(block) not in _warned:
+            _warned.add(type(block))
             warnings.warn(
                 f"fastmod.nn.Compositional: {type(block).__name__} is not on the fused "
-                "path; it runs as it is written over the mixed weights, through torch.func.functional_call",
+                "path; it runs unfused over the mixed weights, through torch.func.functional_call",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _fix(self, signatures: list[list[int]]) -> None:
-        """Fixed signatures instead of learned shares; a buffer keeps them in the state dict."""
+        """Replace learned shares by fixed signatures, in a buffer so that the state dict has them."""
         for layer in self._shared_layers:
             for own in signatures:
                 own[layer] = signatures[0][layer]
@@ -134,7 +135,7 @@ class Compositional(Changeable):
         self.fixed = self.templates_of.tolist()
 
     def _start(self, templates: list[int]) -> None:
-        """What is not mixed starts in a layer as in the block that became its first template."""
+        """Initialise norms and buffers of each layer from the block of its first template."""
         starts = [self.bank.start(k) for k in templates]
         own = list(self.bank.left_out)
         if own:
@@ -155,9 +156,10 @@ class Compositional(Changeable):
     def forward(
         self, x: Tensor, *extra: Any, task: int | None = 0, order: Sequence[int] | None = None, **named: Any
     ) -> Tensor:
-        """``order``: the layers in which x passes through the net, for inference in another order than trained.
+        """Run one task, or all tasks if ``task`` is None.
 
-        ``extra`` and ``named`` go to every block; for all tasks at once tensors among them are ``[T, ...]``.
+        ``order``: the layers to run, in this order; for inference only. ``extra`` and ``named`` are passed to every
+        block; with all tasks at once, tensors among them are ``[T, ...]``.
         """
         if self.fused and named:
             raise TypeError(f"forward() got an unexpected keyword argument {next(iter(named))!r}")
@@ -176,7 +178,7 @@ class Compositional(Changeable):
     def forward_stacked(
         self, x: Tensor, *extra: Tensor | None, task: int | None = None, order: Sequence[int] | None = None
     ) -> Tensor:
-        """``[B, T, ...]``, of one task ``[B, 1, ...]``: how the fused ops take it, for nets around this one."""
+        """Forward in the fused ops' layout, ``[B, T, ...]`` or ``[B, 1, ...]``, for nets that contain this one."""
         if not self.fused:
             raise TypeError(f"x: {type(self.bank.block).__name__} has no forward_stacked: use forward")
         layers = self._weights(task)
@@ -224,7 +226,7 @@ class Compositional(Changeable):
             buffers = {n: getattr(self.state, key_of(n))[layer, task] for n in self._buffers_of_block}
             tensors = {**layers[layer], **buffers}
             x = torch.func.functional_call(self.bank.block, tensors, (x, *extra), named)
-            for n, buffer in buffers.items():  # what a block assigned instead of writing in place
+            for n, buffer in buffers.items():  # the block assigned a new buffer instead of writing in place
                 if tensors[n] is not buffer:
                     buffer.copy_(tensors[n].detach())
         return x
@@ -260,7 +262,7 @@ class Compositional(Changeable):
     # ---------------------------------------------------------------- weights
 
     def _rows(self, task: int | None) -> Tensor:
-        """The logits in force, [L, T or 1, K]."""
+        """The logits as used, with trials and shared layers applied: [L, T or 1, K]."""
         logits = self.logits
         assert logits is not None
         rows: Tensor = logits
@@ -274,7 +276,7 @@ class Compositional(Changeable):
         return rows.transpose(0, 1)
 
     def _weights(self, task: int | None) -> list[dict[str, Tensor]]:
-        """Per layer the weights by their names in the block, each [T or 1, *shape]."""
+        """The weights of every layer, by name in the block, each [T or 1, *shape]."""
         layers = self._by_signature(task) if self.fixed is not None else self._by_mixing(task)
         if self.norm_weight is None:
             return layers
@@ -297,7 +299,7 @@ class Compositional(Changeable):
         return [self.bank.split(row) for row in weights.unbind(0)]
 
     def _by_signature(self, task: int | None) -> list[dict[str, Tensor]]:
-        """Views into the bank: nothing is mixed, and a layer of all tasks is copied only where they differ."""
+        """Views into the bank; a layer is copied only if its tasks use different templates."""
         assert self.fixed is not None
         rows = self.bank.weight.unbind(0)
         known: dict[tuple[int, ...], dict[str, Tensor]] = {}
@@ -311,7 +313,7 @@ class Compositional(Changeable):
         return found
 
     def weights(self, layer: int, task: int = 0) -> dict[str, Tensor]:
-        """The weights of one layer by their names in the block."""
+        """The weights of one layer, by name in the block."""
         task = self.check_task(task)
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.layers:
             raise ValueError(f"layer: expected 0 .. {self.layers - 1}, got {layer!r}")
@@ -320,7 +322,7 @@ class Compositional(Changeable):
     # ----------------------------------------------------------------- shares
 
     def mixture(self, task: int | None = None) -> Tensor:
-        """Shares of the templates [T, L, K], of one task [L, K]; without gradients."""
+        """Shares of the templates, [T, L, K] or [L, K] for one task; without gradients."""
         if self.fixed is not None:
             chosen = torch.tensor(self.fixed, device=self.bank.weight.device)
             xi = nn.functional.one_hot(chosen, self.bank.templates).to(self.bank.weight.dtype)
@@ -329,22 +331,25 @@ class Compositional(Changeable):
         return xi if task is None else xi[self.check_task(task)]
 
     def signature(self, task: int = 0) -> list[int]:
-        """The template with the largest share, layer by layer."""
+        """The template with the largest share in each layer."""
         return [int(k) for k in self.mixture(self.check_task(task)).argmax(-1)]
 
     def sharing(self, task: int, other: int) -> Tensor:
-        """How much of the templates two tasks have in common, layer by layer: ``sum_k min(xi, xi')`` [L]."""
+        """How much two tasks share in each layer: ``sum_k min(xi, xi')`` [L]."""
         return torch.minimum(self.mixture(self.check_task(task)), self.mixture(self.check_task(other))).sum(-1)
 
     def harden(self) -> Compositional:
-        """A copy of the net at its signatures, one template a layer: weights are views into its bank."""
+        """A copy of the net with its signatures fixed: one template per layer, so nothing is mixed."""
         found = copy.deepcopy(self)
         found._fix([self.signature(t) for t in range(self.tasks)])
         return found
 
     def cluster_penalty(self, squared: bool = False) -> Tensor:
-        """``sum_k xi_k ||mixture - template_k||``, over all layers and tasks: draws shares to one template and
-        templates together; see ``fastmod.ops.cluster_penalty``."""
+        """``sum_k xi_k ||mixture - template_k||`` over all layers and tasks.
+
+        It pulls each layer towards a single template and templates towards each other; see
+        ``fastmod.ops.cluster_penalty``.
+        """
         return cluster_penalty(self._learned("cluster_penalty"), self.bank.weight, squared=squared)
 
     def entropy_penalty(self) -> Tensor:
@@ -364,12 +369,12 @@ class Compositional(Changeable):
 
 
 def _fuses(block: nn.Module) -> bool:
-    """Let a block's convolutions apply its batch norms, if it has such pairs."""
+    """Fuse the block's convolutions with its batch norms; whether there were any."""
     if not any(isinstance(module, nn.BatchNorm2d) for module in block.modules()):
         return False
     try:
         return bool(fuse_batch_norm_(block).fused)
-    except Exception:  # what torch.fx cannot trace runs as it is written
+    except Exception:  # torch.fx cannot trace every block; such a block runs unfused
         return False
 
 
@@ -399,12 +404,12 @@ def _chosen_layers(layers: int | Sequence[int], count: int) -> list[int]:
 
 
 def _at(argument: Any, task: int) -> Any:
-    """A further argument of the blocks as one task has it."""
+    """One task's part of a further argument."""
     return argument[task] if isinstance(argument, Tensor) else argument
 
 
 def logit_groups(model: nn.Module, lr: float, factor: float = 1.0) -> list[dict[str, Any]]:
-    """Parameter groups for an optimiser: all others at ``lr``, the logits of mixtures at ``factor * lr``.
+    """Parameter groups for an optimiser: mixture logits at ``factor * lr``, all others at ``lr``.
 
     >>> optimizer = torch.optim.RMSprop(fastmod.nn.logit_groups(net, 0.02, factor=10), momentum=0.9)
     """

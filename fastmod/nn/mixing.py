@@ -1,4 +1,4 @@
-"""Shares of templates from logits, and back."""
+"""Convert logits to shares of templates and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 MIXINGS = ("softmax", "tanh", "none")
-#: The share of the own template of a layer in a net that starts near a signature.
+#: Share of a layer's own template if a net starts near a signature.
 NEAR_ONE = 0.99
 
 
@@ -25,7 +25,7 @@ def weights_of(logits: Tensor, mixing: str) -> Tensor:
 
 
 def logits_of(xi: Tensor, mixing: str) -> Tensor:
-    """Logits with these shares, for softmax ``log xi``; finite also where a share is 0, or 1 for tanh."""
+    """Logits that give these shares; clamped to stay finite for shares of 0 (softmax) or 1 (tanh)."""
     info = torch.finfo(xi.dtype)
     if mixing == "softmax":
         return xi.clamp(min=info.tiny).log()
@@ -33,11 +33,11 @@ def logits_of(xi: Tensor, mixing: str) -> Tensor:
 
 
 def near_one_hot(templates: Sequence[int], count: int, mixing: str) -> Tensor:
-    """Logits [L, K] with a share of 0.99 for the given template of each layer."""
+    """Logits [L, K] that give each layer's template a share of 0.99."""
     hot = torch.nn.functional.one_hot(torch.tensor(list(templates), device="cpu"), count).double()
     if mixing == "softmax":
         rest = (1 - NEAR_ONE) / max(count - 1, 1)
         xi = hot * (NEAR_ONE - rest) + rest if count > 1 else hot
-        # The others are 0, as only differences between logits count.
+        # Shift the other logits to 0: softmax depends only on differences.
         return (xi.log() - xi.log().amin(-1, keepdim=True)).to(torch.get_default_dtype())
     return logits_of(hot * NEAR_ONE, mixing).to(torch.get_default_dtype())

@@ -1,4 +1,4 @@
-"""K blocks of the same form as the rows of one matrix: ``TemplateBank``."""
+"""``TemplateBank``: the weights of K equal blocks as rows of one matrix."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class TemplateBank(nn.Module):
-    """K templates, copies of one kind of block with weights of their own, as one parameter ``weight`` [K, P].
+    """K templates (blocks of one kind with different weights) in one parameter ``weight`` [K, P].
 
     Args:
-        block_factory: makes a block, any module; called K times, once per template.
+        block_factory: a function that makes a block, any module; called once per template.
         templates: K.
-        norm: whether the scales and shifts of normalisation layers belong to the templates.
+        norm: whether templates include the scales and shifts of normalisation layers.
 
-    Buffers, such as the statistics of batch norm, are not part of a template.
+    Templates do not include buffers, such as the statistics of batch norm.
     """
 
     def __init__(self, block_factory: Callable[[], nn.Module], templates: int, *, norm: bool = True) -> None:
@@ -40,7 +40,7 @@ class TemplateBank(nn.Module):
 
     @classmethod
     def from_modules(cls, modules: Sequence[nn.Module], *, norm: bool = True) -> TemplateBank:
-        """Use existing blocks as templates, such as the layers of a trained net; their weights are copied."""
+        """Make templates from copies of existing blocks, such as the layers of a trained net."""
         if not isinstance(modules, (list, tuple, nn.ModuleList)):
             raise TypeError(f"modules: expected a list of modules, got {type(modules).__name__}")
         bank = cls.__new__(cls)
@@ -52,7 +52,7 @@ class TemplateBank(nn.Module):
     def from_state_dicts(
         cls, block: nn.Module, state_dicts: Sequence[Mapping[str, Tensor]], *, norm: bool = True
     ) -> TemplateBank:
-        """The same block from several checkpoints: each state dict fits ``block`` and is one template."""
+        """Make one template per checkpoint of ``block``."""
         if not isinstance(block, nn.Module):
             raise TypeError(f"block: expected a module, got {type(block).__name__}")
         if not isinstance(state_dicts, (list, tuple)):
@@ -80,7 +80,7 @@ class TemplateBank(nn.Module):
         parameters = dict(first.named_parameters())
         self.norm = norm
         self.shapes = {n: tuple(p.shape) for n, p in parameters.items() if n not in left_out}
-        #: Names of parameters outside the templates: scales and shifts of normalisation, where ``norm`` is False.
+        #: Parameters outside the templates: scales and shifts of normalisation if ``norm`` is False.
         self.left_out = {n: tuple(p.shape) for n, p in parameters.items() if n in left_out}
         if not self.shapes:
             raise ValueError(f"{name}: expected blocks with parameters, got {type(first).__name__} without")
@@ -91,9 +91,9 @@ class TemplateBank(nn.Module):
             self._check(f"{name}: number {i}", module, next(iter(kinds))[0])
         self.weight = nn.Parameter(torch.stack([self._row(module) for module in modules]))
         self.weight.requires_grad_(any(p.requires_grad for module in modules for p in module.parameters()))
-        # In a tuple, to keep it out of parameters() and state_dict().
+        # In a tuple, so that parameters() and state_dict() do not include it.
         self._held: tuple[nn.Module] = (_without_values(first),)
-        #: Per template what is not mixed, with buffers, as it was in the blocks: the initial values of layers.
+        #: Unmixed parameters and buffers of each block: initial values for layers that use its template.
         self._starts = [self._start(module) for module in modules]
 
     def _check(self, name: str, module: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -125,7 +125,7 @@ class TemplateBank(nn.Module):
 
     @property
     def block(self) -> nn.Module:
-        """The block without weights: the code that runs over mixed ones."""
+        """The block without its values, to be called with mixed weights."""
         return self._held[0]
 
     @property
@@ -133,31 +133,31 @@ class TemplateBank(nn.Module):
         return self.weight.shape[0]
 
     def split(self, vectors: Tensor) -> dict[str, Tensor]:
-        """``[..., P]`` -> views ``[..., *shape]`` by the names of the block's parameters."""
+        """``[..., P]`` -> views ``[..., *shape]``, by parameter name in the block."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        parts = vectors.split(sizes, -1)  # its backward is a single pass, unlike that of as many slices
+        parts = vectors.split(sizes, -1)  # its backward is one pass; slices would need one each
         lead = vectors.shape[:-1]
         return {n: part.reshape((*lead, *shape)) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def template(self, index: int) -> dict[str, Tensor]:
-        """Views of the weights of one template by their names in the block."""
+        """Views of one template's weights, by name in the block."""
         return self.split(self.weight[self.check_index(index)])
 
     def start(self, index: int) -> dict[str, Tensor]:
-        """What else the block of this template had: buffers, and scales and shifts if ``norm`` is False."""
+        """Buffers of this template's block, and scales and shifts if ``norm`` is False."""
         like = self.weight
         start = self._starts[self.check_index(index)]
         return {n: v.to(like if v.is_floating_point() else like.device) for n, v in start.items()}
 
     def to_modules(self) -> list[nn.Module]:
-        """K ordinary blocks with copies of the weights and of the original buffers."""
+        """K ordinary blocks with copies of the templates and of the original buffers."""
         found = []
         for k in range(self.templates):
             values = {n: v.detach().clone() for n, v in {**self.template(k), **self.start(k)}.items()}
             memo: dict[int, Any] = {id(p): nn.Parameter(values[n]) for n, p in self.block.named_parameters()}
             memo |= {id(b): values[n] for n, b in self.block.named_buffers()}
             found.append(copy.deepcopy(self.block, memo).train(self.training))
-            unfuse_batch_norm_(found[-1])  # which Compositional may have fused
+            unfuse_batch_norm_(found[-1])  # Compositional may have fused it
         return found
 
     def check_index(self, index: int) -> int:
@@ -170,10 +170,9 @@ class TemplateBank(nn.Module):
     # --------------------------------------------------------------- changing
 
     def add_template(self, init: int | nn.Module | Callable[[], nn.Module]) -> int:
-        """Add a row: a copy of a template, or the weights of a block. ``weight`` becomes a new parameter; returns K -
-        1.
+        """Add a row, a copy of a template or the weights of a block, and return its number.
 
-        An optimiser that holds the old parameter has to be made anew.
+        ``weight`` becomes a new parameter, so make a new optimiser.
         """
         if isinstance(init, int) and not isinstance(init, bool):
             row, start = self.weight[self.check_index(init)].detach(), self._starts[init]
@@ -188,7 +187,7 @@ class TemplateBank(nn.Module):
         return self.templates - 1
 
     def remove_template(self, index: int) -> None:
-        """Remove a row; ``weight`` becomes a new parameter."""
+        """Remove a row; ``weight`` becomes a new parameter, so make a new optimiser."""
         self.check_index(index)
         if self.templates == 1:
             raise ValueError("template: expected more than one template to remove one of, got the last")
@@ -207,9 +206,9 @@ class TemplateBank(nn.Module):
 
 
 def _without_values(block: nn.Module) -> nn.Module:
-    """A copy to run over other weights; its own are NaN, in the memory of one number each, and tied weights stay tied.
+    """A copy whose tensors are NaN and take the memory of one number each; tied weights stay tied.
 
-    Not on the meta device: if a weight were forgotten, some CPU kernels would read from address 0.
+    Not on the meta device: if a weight were not replaced, some CPU kernels would read from address 0.
     """
     memo: dict[int, Any] = {id(p): nn.Parameter(_blank(p), p.requires_grad) for p in block.parameters()}
     memo |= {id(buffer): _blank(buffer) for buffer in block.buffers()}

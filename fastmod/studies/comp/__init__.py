@@ -1,1 +1,1 @@
-"""Compositional models: layers that are mixtures of templates, for one task, several, new ones and new domains."""
+"""Compositional models, whose layers are mixtures of templates: single, multiple and new tasks, new domains."""

@@ -1,4 +1,4 @@
-"""Domain adaptation without labels: MNIST and its corruptions are known, USPS is new. Mixture weights alone adapt."""
+"""Domain adaptation without labels, from MNIST and its corruptions to USPS, by training mixture weights alone."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from fastmod.tasks import corruptions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WARM_UP = 100  # steps of the opponent alone: what it says before it has learned anything moves shares at random
+_WARM_UP = 100  # steps of the opponent alone: an untrained one would move shares at random
 
 
 @dataclass(frozen=True)
 class AdaptConfig(CompConfig):
     steps: int = 800  # on the known domains
-    adapt_steps: int = 200  # of each method
+    adapt_steps: int = 200  # per method
     lr: float = 2e-3
-    logit_rate: float = 1.0  # one rate for all, as in the paper: shares that are not near 0 or 1 can still adapt
-    adapt_lr: float = 0.003  # of the logits: faster than that they run ahead of the discriminator
-    supervised_lr: float = 0.03  # of the logits where labels tell them where to go
-    adapter_lr: float = 1e-3  # of the input adapter, where it is what adapts
+    logit_rate: float = 1.0  # the rate of all others, as in the paper: shares far from 0 and 1 can still adapt
+    adapt_lr: float = 0.003  # of the logits; faster ones outrun the discriminator
+    supervised_lr: float = 0.03  # of the logits in training with labels
+    adapter_lr: float = 1e-3  # of the input adapter, in nets with fixed layers
     batch: int = 16
     evaluate_every: int = 200
     se: bool = False
@@ -44,9 +44,9 @@ class AdaptConfig(CompConfig):
     dropout: float = 0.3
     train_images: int = 10_000
     domains: tuple[str, ...] = ("original", "shear", "scale", "shot_noise")  # of MNIST
-    margin: int = 0  # dark pixels around USPS's digits, which touch the edges; with 3 they are of MNIST's size
-    begin: str = "shear"  # whose mixture weights the new domain begins with
-    svhn: str = "auto"  # as one more known domain: yes, no, or auto: where its files are
+    margin: int = 0  # dark pixels around USPS's digits, which touch the edges; 3 makes them as large as MNIST's
+    begin: str = "shear"  # the domain whose mixture weights the new one starts from
+    svhn: str = "auto"  # another known domain: yes, no, or auto (yes if its files are found)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,19 +76,19 @@ class AdaptConfig(CompConfig):
 
 
 class AdaptTrial(StagedTrial):
-    """Known domains keep their features, from the net as it was trained; the new one's move towards them.
+    """Move the features of the new domain towards those of the known ones, which stay as pretrained.
 
-    Only the new domain's mixture weights are trained, of a net with fixed layers only the input adapter.
+    Only the new domain's mixture weights are trained, or the input adapter if the net has fixed layers.
     """
 
     config: AdaptConfig
-    batch_dims = (1, 1)  # of the new domain and of the known ones
+    batch_dims = (1, 1)  # the new domain, and the known ones
 
     def __init__(self, config: AdaptConfig, name: str, seed: int, device: torch.device) -> None:
         tasks = {domain: config.task("mnist", domain) for domain in config.domains}
         if config.with_svhn:
             tasks["svhn"] = config.task("svhn")
-        self.opponent: nn.Module | None = None  # what is trained beside the net and is not part of it
+        self.opponent: nn.Module | None = None  # trained beside the net, not part of it
         self.opponents_optimizer: torch.optim.Optimizer | None = None
         stages = [Stage("pretrained", config.steps), *(Stage(method, config.adapt_steps) for method in METHODS)]
         self.domains = len(tasks)
@@ -111,7 +111,7 @@ class AdaptTrial(StagedTrial):
         return self.config.domains.index(self.config.begin)
 
     def after_pretraining(self) -> None:
-        """USPS without any adaptation, with the statistics of the domain it begins with, and with its own."""
+        """Measure USPS before adaptation, with statistics of its source domain and with its own."""
         net = self.pretrained()
         net.add_task(self.source)
         found = {"source": measure(net.eval(), self.new, self.number, None, self.device)[1]}
@@ -131,7 +131,7 @@ class AdaptTrial(StagedTrial):
             parameter.requires_grad_(name == "body.logits" or (logits is None and name.startswith("input_adapter.")))
         if net.body.logits is not None:
             others = torch.zeros(net.tasks, 1, 1, device=self.device)
-            others[self.number] = 1  # shares that are in common belong to the first task and stay as they are
+            others[self.number] = 1  # not the first task's row: common shares stay as they are
             net.body.logits.register_hook(lambda gradient: gradient * others)
         self.opponent = self.opponents_optimizer = None
         if stage.name == "adversarial":
@@ -146,8 +146,10 @@ class AdaptTrial(StagedTrial):
                 self._warm_up(stage)
 
     def _warm_up(self, stage: Stage) -> None:
-        """The second head learns the known domains before it is asked about the new one, the discriminator to tell it
-        from them before it is fooled."""
+        """Train the opponent alone: the second head on the known domains, or the discriminator to separate domains.
+
+        Without it the opponent's first gradients would be random.
+        """
         assert self.opponent is not None
         generator = self.generator("heads")
         known = self.data.draw(_WARM_UP, self.config.batch, generator)
@@ -217,7 +219,7 @@ class AdaptTrial(StagedTrial):
         return distance + alignment.discrepancy(self.opponent(ours))
 
     def _train_opponent(self, loss: Tensor) -> None:
-        """A step of its own; what the net's loss leaves in its gradients is cleared first."""
+        """One step of the opponent; clears the gradients that the net's loss left in it."""
         assert self.opponents_optimizer is not None
         self.opponents_optimizer.zero_grad()
         loss.backward()
@@ -270,13 +272,13 @@ class CompAdapt(Study):
     models = tuple(TITLES)
     default_models = models
     default_seeds = "1"
-    criterion = ""  # test images alone are measured
+    criterion = ""  # there are no validation images
     defaults = AdaptConfig()
     quick: ClassVar[dict[str, Any]] = {
         "steps": 20, "adapt_steps": 10, "evaluate_every": 10, "batch": 4, "layers": 4, "templates": 2,
         "train_images": 200, "test_images": 100,
     }  # fmt: skip
-    #: The paper's net and lengths (2 and 10 epochs of batches of 32); its optimiser and image side are not printed.
+    #: The paper's net and lengths (2 and 10 epochs, batches of 32); it does not print optimiser and image side.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         model: {
             "channels": 40, "layers": 16, "templates": 4, "colours": 3, "side": 32, "batch": 32, "steps": 3750,

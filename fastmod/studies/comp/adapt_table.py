@@ -14,7 +14,7 @@ TITLES = {
     "half_shared": "compositional, half of the shares in common",
 }
 METHODS = ("adversarial", "moments", "supervised")
-#: Tables 3 and 12: of the fixed net, with shares in common, and with shares of their own.
+#: Tables 3 and 12: the fixed net, half of the shares in common, all shares separate.
 _PRINTED: Mapping[str, tuple[str, str, str]] = {
     "source_only": ("95.75", "96.37", "96.05"),
     "adversarial": ("98.12", "-", "98.33"),

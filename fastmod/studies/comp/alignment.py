@@ -1,4 +1,4 @@
-"""Losses that draw the features of a new domain to those of known ones: an adversary, moments, two heads."""
+"""Losses that align the features of a new domain with those of known ones: adversary, moments, two heads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MOMENT_WEIGHT = 0.0005
-ADVERSARY_LR = (2e-4, 1e-5)  # of the discriminator: at first and at last
+ADVERSARY_LR = (2e-4, 1e-5)  # of the discriminator: first and last
 HEADS_LR = (1e-4, 1e-5)
 
 
 class Discriminator(nn.Module):
-    """Features ``[B, C, H, W]`` -> ``[B]``: above 0 where they seem to be of the new domain."""
+    """Features ``[B, C, H, W]`` -> ``[B]``: above 0 if they seem to come from the new domain."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ def discriminator_loss(known: Tensor, new: Tensor) -> Tensor:
 
 
 def fooling_loss(new: Tensor) -> Tensor:
-    """``BCE(new, 0)``: the new domain's features are to seem known."""
+    """``BCE(new, 0)``: low if the discriminator takes the new domain's features for known ones."""
     return F.binary_cross_entropy_with_logits(new, torch.zeros_like(new))
 
 
 def moment_distance(known: Tensor, new: Tensor) -> Tensor:
-    """Distance of the first two raw moments of ``known [N, B, F]``, N domains, and ``new [B', F]``.
+    """Distance between the first two raw moments of N domains ``known [N, B, F]`` and of ``new [B', F]``.
 
-    ``1/2 sum_k [1/N sum_i |m_i - m|^2 + 2 / (N (N - 1)) sum_{i<j} |m_i - m_j|^2]``, m the mean of the k-th powers.
+    ``1/2 sum_k [1/N sum_i |m_i - m|^2 + 2 / (N (N - 1)) sum_{i<j} |m_i - m_j|^2]``, where m is the mean of k-th powers.
     """
     total = new.new_zeros(())
     count = len(known)
@@ -61,7 +61,7 @@ class TwoHeads(nn.Module):
     """Two linear layers on the same features ``[..., F]`` -> scores ``[2, ..., classes]``."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        """The first begins as a head that is there, the second anew."""
+        """The first starts as a copy of an existing head, the second at random."""
         super().__init__()
         classes, features = weight.shape
         self.first, self.second = (nn.Linear(features, classes, device=weight.device) for _ in range(2))
@@ -73,7 +73,7 @@ class TwoHeads(nn.Module):
         return torch.stack([self.first(features), self.second(features)])
 
     def together(self, features: Tensor) -> Tensor:
-        """The mean of what both expect, as scores ``[..., classes]``."""
+        """The mean of both predictions, as scores ``[..., classes]``."""
         return self(features).softmax(-1).mean(0).clamp(min=1e-30).log()
 
 

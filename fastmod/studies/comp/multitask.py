@@ -1,4 +1,4 @@
-"""Nine tasks and one bank: three data sets, each as it is, as boundaries and blurred. Who shares what with whom?"""
+"""Nine tasks with one bank: three data sets, each as original, boundaries and blurred. Which tasks share what?"""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TITLES = {
     "mixture_patches": "mixture with patches",
     "diag": "mixture with patches, diag",
 }
-#: Table 8: the final cross-entropy summed over five data sets of photographs.
+#: Table 8: final cross-entropy, summed over five data sets of photographs.
 _PRINTED = {
     "trunk": "4.59", "trunk_patches": "4.48", "mixture": "4.29 (K = 32)", "mixture_patches": "4.6 (K = 16), 4.4 (32)",
     "diag": "4.48 (K = 16), 4.4 (32)",
 }  # fmt: skip
-_TRAIN_MEASURED = 1000  # training images of each task whose loss is measured at the end
+_TRAIN_MEASURED = 1000  # training images per task for the final training loss
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class MultitaskConfig(CompConfig):
     templates: int = 9
     channels: int = 16
     train_images: int = 7000
-    logit_rate: float = 1.0  # faster, shares settle before tasks have found each other, and accuracy suffers
+    logit_rate: float = 1.0  # at higher rates shares settle before related tasks meet, which costs accuracy
     datasets: tuple[str, ...] = ("mnist", "fashion", "kmnist")
     domains: tuple[str, ...] = ("original", "boundary", "blurred")
-    cluster: float = 1e-4  # weight of the clustering regulariser, of mixtures
+    cluster: float = 1e-4  # weight of the clustering regulariser for mixtures
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,14 +99,17 @@ class MultitaskTrial(CompTrial):
             found |= shares(found["mixtures"], self.config.pairs)
             found["above_0.8"] = statistics.fmean(reports.above(xi, 0.8) for xi in found["mixtures"].values())
         else:
-            del found["mixtures"]  # all tasks are alike: the signature, which is in the name
+            del found["mixtures"]  # all tasks have the same signature, which the name shows
             found["mixtures"] = {"all tasks": self.mixtures()[next(iter(self.tasks))]}
         return found
 
 
 def shares(mixtures: Mapping[str, reports.Mixture], pairs: Mapping[str, tuple[str, str]]) -> dict[str, float]:
-    """``sharing_KIND_PLACE``: mean of ``sum_k min(xi_a, xi_b)`` over the first or the last third of the layers and over
-    the pairs of tasks that have only the domain in common, only the data set, or neither."""
+    """``sharing_KIND_PLACE``: mean of ``sum_k min(xi_a, xi_b)`` over layers and pairs of tasks.
+
+    PLACE: the first or the last third of the layers. KIND: pairs with only the domain in common, only the data set, or
+    neither.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
     for a, b in itertools.combinations(pairs, 2):
         same_data, same_domain = (x == y for x, y in zip(pairs[a], pairs[b], strict=True))
@@ -131,7 +134,7 @@ class CompMultitask(Study):
         "steps": 20, "evaluate_every": 10, "batch": 4, "layers": 3, "templates": 3, "train_images": 200,
         "test_images": 100,
     }  # fmt: skip
-    #: What the paper prints of its multi-task training; its photographs are not among our data sets.
+    #: The paper's printed settings; its photographs are not among our data sets.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         model: {
             "channels": 40, "layers": 16, "templates": 32, "batch": 32, "schedule": "paper", "steps": 100_000,
@@ -172,7 +175,7 @@ class CompMultitask(Study):
 
 
 def _kept(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Key, name and the paper's word on each measure of sharing that there is."""
+    """Key, name and the paper's claim for each measure of sharing in the records."""
     kinds = {"domain": "same domain, other data set", "data": "same data set, other domain", "neither": "neither"}
     rows = [("above_0.8", "share of layers with max xi > 0.8", "-")]
     for place in ("first", "last"):
@@ -184,7 +187,7 @@ def _kept(records: Sequence[Record]) -> list[tuple[str, str, str]]:
 
 
 def _differences(title: str, records: Sequence[Record]) -> list[Row]:
-    """What Figure 2b claims, as one number each: what tasks share because of their domain or of their data set."""
+    """Figure 2b's two claims as a number each: how much more tasks share due to their domain or data set."""
     rows = []
     for place, kind, name in (("first", "domain", "same domain"), ("last", "data", "same data set")):
         keys = (f"sharing_{kind}_{place}", f"sharing_neither_{place}")

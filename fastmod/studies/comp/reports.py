@@ -1,4 +1,4 @@
-"""Rows and figures that the compositional studies share."""
+"""Rows and figures common to the compositional studies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def peak(xi: Mixture) -> list[float]:
 
 
 def above(xi: Mixture, bound: float) -> float:
-    """How many of the layers have a template with a share above a bound, 0 to 1."""
+    """Fraction of layers whose largest share is above a bound."""
     return statistics.fmean(value > bound for value in peak(xi))
 
 
@@ -40,13 +40,13 @@ def sharing(a: Mixture, b: Mixture) -> list[float]:
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float]:
-    """Means over the first and the last third (of at least one layer)."""
+    """Means over the first and the last third, each of at least one layer."""
     count = max(1, len(values) // 3)
     return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
 
 
 def mixture_figures(outcome: Outcome, titles: Mapping[str, str]) -> Figures:
-    """Per trial the shares of the templates in every layer, a map for each task. ``titles``: of models."""
+    """A figure per trial with a map of shares (layers x templates) per task. ``titles``: model -> title."""
     found: Figures = {}
     for record in outcome.records:
         several: Mapping[str, Mixture] = record.result.get("mixtures", {})

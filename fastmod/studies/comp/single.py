@@ -1,4 +1,4 @@
-"""One task: which template should serve which layer? Learned mixtures beside fixed signatures."""
+"""One task: learned mixtures of templates compared with fixed signatures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TITLES = {
     "none": "mixture without nonlinearity",
     "few_layers": "as many layers as templates",
 }
-#: The paper's Tables 5 and 6: CIFAR-100, 24 channels; (K, L) -> cyclic, sequential, random, mixture.
+#: Tables 5 and 6 of the paper, CIFAR-100, 24 channels: (K, L) -> cyclic, sequential, random, mixture.
 _TABLE_5 = {
     (2, 4): (60.6, 61.0, 60.5, 61.1), (2, 8): (61.6, 63.2, 61.7, 62.5), (2, 16): (62.4, 64.1, 64.1, 63.4),
     (2, 32): (63.7, 65.2, 64.2, 64.9), (4, 8): (64.0, 65.1, 65.5, 64.1), (4, 16): (63.3, 66.7, 65.1, 66.4),
@@ -43,7 +43,7 @@ _TABLE_5 = {
 }  # fmt: skip
 _TABLE_6 = {(4, 12): (65.7, 67.0, math.nan, 67.3), (4, 16): (64.9, 67.6, math.nan, 67.6)}
 _KINDS = ("cyclic", "sequential", "random", "mixture")
-#: Table 1, ImageNet: K layers, and K templates in more layers.
+#: Table 1, ImageNet: K -> accuracy with K layers, and with K templates in more layers.
 _TABLE_1 = {8: ("68.3", "70.6 (8 in 16)"), 16: ("71.7", "72.8 (16 in 48)")}
 
 
@@ -56,7 +56,7 @@ class SingleConfig(CompConfig):
     colours: int = 3
     dataset: str = "cifar10"  # or cifar100, fashion
     cluster: float = 1e-3  # weight of the clustering regulariser in `clustered`
-    entropy: float = 1e-2  # of the entropy in `entropy`
+    entropy: float = 1e-2  # weight of the entropy in `entropy`
     into_blocks: bool = False  # each block also reads the input adapter's output (Table 6)
 
     def __post_init__(self) -> None:
@@ -127,8 +127,8 @@ class SingleTrial(CompTrial):
         return {**found, **self.reordered(net)}
 
     def reordered(self, net: IsometricNet) -> dict[str, float]:
-        """Accuracy where two neighbours are swapped, the mean over pairs of the same template and of different ones,
-        and where all layers come in reverse or shuffled."""
+        """Accuracy with two neighbouring layers swapped (means over pairs of the same template and of different ones)
+        and with all layers reversed or shuffled."""
         count, signature = net.body.layers, net.signature()
         task = self.tasks[self.config.dataset]
 
@@ -152,7 +152,7 @@ class SingleTrial(CompTrial):
         return found
 
 
-_REORDERED = 2000  # test images of each order of layers
+_REORDERED = 2000  # test images per order of layers
 
 
 class CompSingle(Study):
@@ -218,7 +218,7 @@ _MEASURES = (
     ("shuffled", "layers shuffled (%)", "-"),
 )
 _ORDERS = ("in_order", "swapped_same", "swapped_different", "reversed", "shuffled")
-_LOOKED_AT = ("mixture", "sequential")  # whose rows of other orders are in the table; result.json has all
+_LOOKED_AT = ("mixture", "sequential")  # models whose other orders are in the table; result.json has all
 
 
 def _printed(config: SingleConfig, model: str) -> str:
@@ -242,7 +242,7 @@ def _note(config: SingleConfig, records: list[Record], setting: str) -> str:
 
 
 def _differences(outcome: Outcome, config: SingleConfig) -> list[Row]:
-    """What the paper's text claims: mixture beside the fixed signatures, over the seeds that both have."""
+    """The claims of the paper's text: mixture minus each fixed signature, over seeds that both have."""
     found = []
     for other, claim in (("sequential", "-0.4 on average, at worst -1.0"), ("cyclic", "+1.1"), ("random", "+0.5")):
         own = {record.seed: record for record in outcome.of("mixture")}

@@ -1,4 +1,4 @@
-"""The images of the compositional studies: a data set seen in a domain, of one side and so many colours."""
+"""Images of the compositional studies: a data set in a domain, with a given side and number of colours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastmod.data.cached import cached
 from fastmod.tasks import Labelled
 from fastmod.tasks.corruptions import corrupt
 
-#: Data set -> how it is read, the folder it is in, as people call it, its classes.
+#: Data set -> reader, folder, title, number of classes.
 _READERS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], str, str, int]] = {
     "mnist": (mnist, "mnist", "MNIST", 10),
     "fashion": (load_fashion_mnist, "fashion_mnist", "Fashion-MNIST", 10),
@@ -42,11 +42,11 @@ class Where(NamedTuple):
     """Where data sets are."""
 
     data: str | None  # a folder with a folder for each data set; None: FASTMOD_DATA
-    verify: bool  # MNIST is the official one
+    verify: bool  # check that MNIST is the official one
 
 
 class Task(NamedTuple):
-    """Images uint8 ``[N, C, S, S]`` and labels, of one data set in one domain."""
+    """Images uint8 ``[N, C, S, S]`` and labels of a data set in a domain."""
 
     title: str
     classes: int
@@ -65,7 +65,7 @@ def classes_of(dataset: str) -> int:
 
 @cached(len(_READERS))
 def read(dataset: str, place: Where) -> Sequence[Tensor]:
-    """Images and labels, of training and test, as they are in the files."""
+    """Images and labels of training and test, as in the files."""
     load, folder, _, _ = _READERS[dataset]
     root = None if place.data is None else Path(place.data, folder)
     return load(root, verify=place.verify) if dataset == "mnist" else load(root)
@@ -85,11 +85,11 @@ def task(
     held_back: int = 0,
     margin: int = 0,
 ) -> Task:
-    """The first ``train`` and ``test`` images (0: all) of ``side`` x ``side`` pixels, with 1 or 3 colours.
+    """The first ``train`` and ``test`` images (0: all) with ``side`` x ``side`` pixels and 1 or 3 colours.
 
-    What is random of a domain is drawn from ``seed``, not the same for training and test. With ``held_back`` so many
-    training images, the last of the file, stand for the test images and are not trained on. ``margin``: dark pixels
-    around the images before they get their side.
+    ``seed`` is that of the domain's randomness, which differs between training and test. If ``held_back`` > 0, the last
+    ``held_back`` training images replace the test images and are not trained on. ``margin``: dark pixels added around
+    images before they are resized.
     """
     images, labels, test_images, test_labels = read(dataset, place)
     if held_back:

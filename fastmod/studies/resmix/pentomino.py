@@ -1,4 +1,4 @@
-"""Coloured Pentomino: three sprites, is one of another class? Nets without modules stay at 30 % errors."""
+"""Coloured Pentomino: is one of three sprites of another class? Nets without modules stay at 30 % errors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class PentominoConfig(RelationConfig):
             raise StudyError(f"placement: expected one of {', '.join(sprites.PLACEMENTS)}, got {self.placement!r}")
 
 
-@functools.lru_cache(maxsize=3)  # the parts of one run: trials share them
+@functools.lru_cache(maxsize=3)  # the parts of a run, which its trials share
 def _part(count: int, seed: int, placement: str) -> Labelled:
     return pentomino(count, seed, placement)
 
 
 def groups_of(shown: sprites.Scene) -> dict[str, torch.Tensor]:
-    """Test images by label, and those of one class by this class."""
+    """Test images grouped by label, and those of one class by that class."""
     same = shown.labels == 0
     by_class = {f"all {name}": same & (shown.classes[:, 0] == k) for k, name in enumerate(sprites.CLASSES)}
     return {"one class": same, "one odd": ~same, **by_class}
@@ -42,7 +42,7 @@ class ResMixPentomino(RelationStudy):
     paper = "ResMixNet, section 4.2, Table 2, Figure 5"
     default_models = ("ResMixNet_4_1", "ResNet26")
     defaults = PentominoConfig()
-    # (2,2) was not run on this task and has its rate of the other.
+    # The paper did not run (2,2) on this task; its rate is the one for MNIST Parity.
     rates: ClassVar = {
         "ResNet26": 0.1, "ResNet50": 0.1, "ResNet152": 0.1, "VGG19_BN": 0.1, "ResMixNet_4_1": 0.01,
         "ResMixNet_2_2": 0.1,

@@ -1,4 +1,4 @@
-"""What Pentomino and MNIST Parity share: pictures with two labels that ask for a relation between what they show."""
+"""Common parts of Pentomino and MNIST Parity: a binary label that depends on a relation between shown objects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RelationConfig(ResMixConfig):
     images: int = 20_000
     valid_images: int = 5000
     test_images: int = 5000
-    data_seed: int = 0  # of the images; the trial's seed is that of the weights and of the order
+    data_seed: int = 0  # of the images; weights and order depend on the trial's seed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,27 +41,27 @@ class RelationConfig(ResMixConfig):
 
     @property
     def seeds(self) -> dict[str, int]:
-        """Of each part: no two have one in common, whatever ``data_seed`` is."""
+        """Seed of each part; no two parts share one, even for different values of ``data_seed``."""
         return {part: 3 * self.data_seed + number for number, part in enumerate(self.counts)}
 
 
 class RelationStudy(Study):
-    """A study says which pictures, in :meth:`pictures`, and what the paper prints."""
+    """Base of studies that define :meth:`pictures` and the numbers the paper prints."""
 
     models = ("ResMixNet_4_1", "ResMixNet_2_2", "ResNet26", "ResNet50", "ResNet152", "VGG19_BN")
     default_seeds = "0"
     criterion = "error_valid"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {model: {"epochs": PAPER_EPOCHS} for model in models}
     quick: ClassVar = {"epochs": 2, "images": 640, "valid_images": 250, "test_images": 250}
-    #: Model -> the rate that the paper's Table 4 prints.
+    #: Model -> rate in the paper's Table 4.
     rates: ClassVar[Mapping[str, float]]
-    #: Model -> parameters, mean error and its deviation, as the paper prints them.
+    #: Model -> the paper's parameters, mean error and its deviation.
     printed: ClassVar[Mapping[str, tuple[str, str, str]]]
-    #: What of the training is drawn -> its caption.
+    #: Metric to draw -> caption.
     drawn: ClassVar[Mapping[str, str]]
 
     def pictures(self, config: Any) -> tuple[dict[str, Labelled], dict[str, torch.Tensor]]:
-        """The parts, and groups of test images to tell gate weights apart: name -> bool ``[N]``."""
+        """The parts, and groups of test images (name -> bool ``[N]``) to average gate weights over."""
         raise NotImplementedError
 
     def trial(self, config: Any, model: str, seed: int, device: torch.device) -> ResMixTrial:

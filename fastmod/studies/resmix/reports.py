@@ -25,7 +25,7 @@ def row(name: str, paper: str, records: Sequence[Record], values: Sequence[float
 def with_deviation(
     name: str, paper: str, deviation: str, records: Sequence[Record], values: Sequence[float], note: str
 ) -> list[Row]:
-    """The mean and, of several seeds, the standard deviation as a row of its own: what the paper prints behind ±."""
+    """A row with the mean and, for several seeds, one with the standard deviation, the paper's number after ±."""
     rows = [row(name, paper, records, values, note)]
     if len(values) > 1:
         rows.append(row(f"{name}, deviation over seeds", deviation, records, [statistics.stdev(values)], note))
@@ -33,8 +33,10 @@ def with_deviation(
 
 
 def error_rows(outcome: Outcome, printed: Mapping[str, tuple[str, str, str]], paper_epochs: int) -> list[Row]:
-    """Per model the test error beside the paper's, its deviation over seeds, and the validation error. ``printed``:
-    model -> parameters, error and deviation."""
+    """Rows per model: test error, its deviation over seeds, validation error.
+
+    ``printed``: model -> the paper's parameters, error and deviation.
+    """
     rows = []
     for model in outcome.models():
         records, title = outcome.of(model), nets.TITLES[model]
@@ -53,7 +55,7 @@ def epochs(records: Sequence[Record]) -> str:
 
 
 def figures(outcome: Outcome, captions: Mapping[str, str]) -> Figures:
-    """A curve over epochs per metric of ``captions``, and the gates of every trial that has any."""
+    """Curves over epochs for each metric of ``captions``, and the gates of each trial that has some."""
     found: Figures = {}
     for metric, caption in captions.items():
         curves = {nets.TITLES[model]: _curves(outcome, model, metric) for model in outcome.models()}
@@ -77,7 +79,7 @@ def _curves(outcome: Outcome, model: str, metric: str) -> dict[int, tuple[list[f
 
 
 def _gates(gates: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Per module a map, a row per class and a column per expert, with the numbers in it where there is room."""
+    """A map per module with a row per class and a column per expert."""
     rows = len(next(iter(gates.values())))
     experts = len(next(iter(next(iter(gates.values())).values())))
     size = (1.6 + len(gates) * (0.8 + 0.6 * experts), 1.2 + (0.28 if rows <= 20 else 0.11) * rows)

@@ -1,4 +1,4 @@
-"""What the ResMixNet studies share: epochs over a fixed set of images, SGD whose rate falls twice, errors, gates."""
+"""Common parts of the ResMixNet studies: epochs over fixed images, SGD with two rate drops, errors, gates."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fastmod.studies.resmix import nets
 from fastmod.tasks import Labelled
 
 MODULES = ("M1", "M2")
-_AT_ONCE = 250  # images in an evaluation
+_AT_ONCE = 250  # images per batch of an evaluation
 
 
 @dataclass(frozen=True)
 class ResMixConfig(Config):
-    steps: int = 0  # 0: as many as the epochs have
+    steps: int = 0  # 0: all steps of the epochs
     batch: int = 64
-    lr: float = 0.0  # to begin with; 0: the paper's, by model
-    clip: float = math.inf  # the paper clips nothing
-    chunk: int = 10  # steps are long here, and Ctrl-C waits for the last of them
+    lr: float = 0.0  # initial rate; 0: the paper's for the model
+    clip: float = math.inf  # no clipping, as in the paper
+    chunk: int = 10  # small, because steps are long and Ctrl-C waits for the end of a chunk
     evaluate_every: int = 0  # steps; 0: an epoch
     epochs: int = 20
     momentum: float = 0.9
     weight_decay: float = 1e-4
-    decays: tuple[float, ...] = (0.5, 0.7)  # shares of the training after which the rate is a tenth
+    decays: tuple[float, ...] = (0.5, 0.7)  # fractions of the training after which the rate is divided by 10
     paper: bool = False  # the paper's epochs
 
     may_be_zero: ClassVar = ("steps", "lr", "evaluate_every")
@@ -53,14 +53,14 @@ class ResMixConfig(Config):
 
 
 class ResMixTrial(Trial):
-    """A study's trial gives it the images and, if they are to be moved, :meth:`moved`.
+    """Base of the studies' trials, which pass in the images and may override :meth:`moved` to augment them.
 
-    Images are shown in a new order in each epoch; those that do not fill a batch are left out of it. Chunks end with
-    epochs, so that evaluations do.
+    Each epoch has a new order of images and drops those that do not fill a batch. Chunks do not cross the end of an
+    epoch, as evaluations are due there.
     """
 
     config: ResMixConfig
-    most: ClassVar[int | None] = None  # images that are evaluated before the end
+    most: ClassVar[int | None] = None  # images in evaluations before the end
 
     def __init__(
         self,
@@ -77,9 +77,11 @@ class ResMixTrial(Trial):
         groups: Mapping[str, Tensor],
         scale: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """``parts``: ``train``, ``test``, and the one ``watched`` in the course of training, if it is a third.
-        ``groups``: name -> which test images, bool ``[N]``, to tell gate weights apart. ``scale``: what is taken from
-        bytes and what they are divided by; without it they become 0 to 1."""
+        """``parts``: ``train``, ``test`` and perhaps a third; ``watched`` is evaluated during training.
+
+        ``groups``: name -> bool ``[N]``, test images to average gate weights over. ``scale``: shift and divisor of
+        the pixels' bytes; by default they are scaled to 0 .. 1.
+        """
         self.rate, self.watched = config.lr or rate, watched
         self.parts = {part: Labelled(*(tensor.to(device) for tensor in data)) for part, data in parts.items()}
         self.groups = groups
@@ -114,7 +116,7 @@ class ResMixTrial(Trial):
 
     @property
     def lr(self) -> float:
-        """Of the next chunk."""
+        """Rate of the next chunk."""
         return self.rate / 10 ** sum(self.step >= round(self.steps * share) for share in self.config.decays)
 
     def chunk(self) -> Tensor:
@@ -128,7 +130,7 @@ class ResMixTrial(Trial):
         return loss
 
     def batches(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Which images ``[chunk, B]``, and what :meth:`moves` says of them."""
+        """Indices of images ``[chunk, B]``, and the random choices of :meth:`moves`."""
         epoch, done = divmod(self.step, self.per_epoch)
         every = self.config.evaluate_every or self.per_epoch
         count = min(self.config.chunk, self.per_epoch - done, self.steps - self.step, every - self.step % every)
@@ -140,7 +142,7 @@ class ResMixTrial(Trial):
         return index, *self.moves((count, batch), generator)
 
     def moves(self, shape: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Random choices for images on the fly, each ``[*shape, ...]``; see :meth:`moved`."""
+        """Random choices for augmentation, each ``[*shape, ...]``, passed to :meth:`moved`."""
         return ()
 
     def moved(self, images: Tensor, *moves: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class ResMixTrial(Trial):
     # ---- measures
 
     def evaluate(self) -> dict[str, float]:
-        """Of the part that is watched, and the mean loss of training since the last time."""
+        """Metrics of the watched part, and the mean training loss since the last evaluation."""
         loss, error = self.measure(self.watched, None if self.finished else self.most)
         return {
             "epoch": self.step / self.per_epoch,
@@ -170,7 +172,7 @@ class ResMixTrial(Trial):
         self.extra |= {"loss": torch.zeros((), dtype=torch.float64, device=self.device), "since": 0}
 
     def measure(self, part: str, most: int | None = None) -> tuple[float, float]:
-        """Mean loss and errors in percent, of the first images if there are more; the model is in eval mode."""
+        """Mean loss and errors in percent on the first ``most`` images (None: all); the model is in eval mode."""
         images, labels = (tensor[:most] for tensor in self.parts[part])
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         wrong = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -182,7 +184,7 @@ class ResMixTrial(Trial):
 
     @torch.no_grad()
     def result(self, last: dict[str, float]) -> dict[str, Any]:
-        """The last metrics, ``test_loss`` and ``error_test`` of all test images, and of a net with experts ``gates``:
+        """The last metrics, ``test_loss`` and ``error_test`` on all test images and, for a net with experts, ``gates``:
         module -> group -> mean weight of each expert."""
         self.model.eval()
         loss, error = self.measure("test")
