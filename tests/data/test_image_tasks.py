@@ -1,4 +1,4 @@
-"""Pentomino and MNIST Parity: labels by a rule that looks at nothing but the image, splits that never mix."""
+"""Pentomino and MNIST Parity: labels follow from the image alone, splits have no digit in common."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Cells = frozenset[tuple[int, int]]
 
 
 def cells_of(block: Tensor) -> tuple[Cells, int]:
-    """Lit pixels of a block ``[H, W]`` as the cells of a pentomino at 0, 0, and how many pixels wide a cell is."""
+    """The cells of the pentomino in a block ``[H, W]``, moved to 0, 0, and the width of a cell in pixels."""
     lit = block.nonzero()
     scale = {5: 1, 20: 2}[len(lit)]
     cells = (lit - lit.min(0).values) // scale
@@ -34,7 +34,7 @@ def cells_of(block: Tensor) -> tuple[Cells, int]:
 
 
 def turned_least(cells: Cells) -> tuple[tuple[int, int], ...]:
-    """One name for a shape and its four turns."""
+    """The same value for all four turns of a shape."""
     names = []
     for _ in range(4):
         cells = frozenset((c, -r) for r, c in cells)
@@ -72,7 +72,7 @@ def test_sprites_are_the_ones_of_their_names() -> None:
     }
 
     def neighbours(name: str) -> list[int]:
-        """How many cells touch each cell, sorted: tells these five apart, and from the other seven pentominoes."""
+        """Numbers of neighbours of the cells, sorted; different for these five and the other seven pentominoes."""
         here = cells[name]
         return sorted(sum((r + y, c + x) in here for y, x in ((0, 1), (1, 0), (0, -1), (-1, 0))) for r, c in here)
 
@@ -88,11 +88,11 @@ def test_sprites_are_the_ones_of_their_names() -> None:
     assert (neighbours("Y"), longest("Y")) == ([1, 1, 1, 2, 3], 4)
 
 
-# ---- Pentomino, seen from outside
+# ---- Pentomino, from its images
 
 
 def blocks_of(image: Tensor, side: int) -> dict[int, Tensor]:
-    """Number of the block -> its pixels ``[3, side, side]``, of those that are not black."""
+    """Number -> pixels ``[3, side, side]`` of each block that is not black."""
     grid = image.shape[1] // side
     parts = {
         row * grid + column: image[:, row * side : (row + 1) * side, column * side : (column + 1) * side]
@@ -136,7 +136,7 @@ def test_pentomino_is_balanced_and_even() -> None:
     count = len(shown.labels)
 
     def even(values: Tensor, kinds: int) -> None:
-        """Shares within five standard deviations."""
+        """All values are equally frequent within five standard deviations."""
         share = torch.bincount(values.flatten(), minlength=kinds) / values.numel()
         assert len(share) == kinds
         assert ((share - 1 / kinds).abs() < 5 * math.sqrt(1 / kinds / values.numel())).all()
@@ -153,7 +153,7 @@ def test_pentomino_is_balanced_and_even() -> None:
     assert len(pairs.unique()) > 0.98 * (1 - math.exp(-count / 4032)) * 4032, "any two blocks"
 
 
-# ---- MNIST Parity, seen from outside
+# ---- MNIST Parity, from its images
 
 LEVELS = 7  # brightness between two codes
 
@@ -163,7 +163,7 @@ def code_of(split: str, digit: int) -> int:
 
 
 def coded_digits(folder: Path, train: int = 60, test: int = 20) -> Path:
-    """MNIST's files with rings of full brightness instead of digits; the disc inside tells digit and split."""
+    """MNIST's files with bright rings instead of digits; the disc inside encodes digit and split."""
     folder.mkdir(parents=True, exist_ok=True)
     along = torch.arange(28) - 13.5
     radius = (along[:, None] ** 2 + along**2).sqrt()
@@ -182,7 +182,7 @@ def coded_digits(folder: Path, train: int = 60, test: int = 20) -> Path:
 
 
 def read_code(block: Tensor) -> int:
-    """The brightness in the middle of what is lit, against the ring around it, of ``[3, 32, 32]``."""
+    """The code in a block ``[3, 32, 32]``: brightness of the disc relative to its ring."""
     bright = block.float().amax(0)
     lit = bright.nonzero()
     row, column = ((lit.min(0).values + lit.max(0).values) / 2).tolist()
@@ -253,7 +253,7 @@ def test_scaled_and_turned_as_grid_sample_does(size: int, angle: int) -> None:
     matrix = torch.tensor([[math.cos(turn), -math.sin(turn), 0], [math.sin(turn), math.cos(turn), 0]]).double()
     grid = F.affine_grid(matrix.expand(3, 2, 3), [3, 1, size, size], align_corners=False)
     expected = F.grid_sample(digits[:, None].double(), grid, align_corners=False)[:, 0]
-    # A share is right to 1/512 in each direction, and the pixel to half a level.
+    # Weights are rounded to 1/512 in each direction, pixels to half a level.
     torch.testing.assert_close(parity.turned(digits, size, angle).double(), expected, rtol=0, atol=0.5 + 2 * 255 / 512)
 
 
@@ -285,10 +285,10 @@ def task(request: pytest.FixtureRequest, tmp_path: Path) -> object:
     return make
 
 
-def test_seed_says_all(task) -> None:
+def test_seed_determines_everything(task) -> None:
     before = torch.get_num_threads()
     torch.manual_seed(1)
-    images, labels = task(2100, 3)  # more than are computed at once
+    images, labels = task(2100, 3)  # more than one chunk
     try:
         torch.set_num_threads(1 if before > 1 else 2)
         torch.manual_seed(2)

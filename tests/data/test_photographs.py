@@ -1,4 +1,4 @@
-"""CIFAR-100, SVHN and the MATLAB files that it comes in, on tiny files made here."""
+"""CIFAR-100, SVHN and MATLAB files, tested on tiny files."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_mat_with_a_wrong_byte_ends_in_arrays_or_an_error(
 
 
 def svhn_folder(folder: Path, count: int = 12, train: str = "train_32x32.mat", test: str = "test_32x32.mat") -> Path:
-    """Image i is all i in red, its row in green, its column in blue; it shows the digit i % 10, of which 0 is 10."""
+    """Image i has red i, green its row, blue its column; its label is i % 10, with 10 for 0."""
     folder.mkdir(parents=True, exist_ok=True)
     along = torch.arange(32, dtype=torch.uint8)
     for name, number in ((train, count), (test, 5)):

@@ -20,7 +20,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def compiled_by(backend: str, model: SMFR) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Inductor for the kernels; for plain PyTorch, which it would take long to generate code for, the graph alone."""
+    """Inductor for the kernels; only the graph for plain PyTorch, as generating its code would take long."""
     return torch.compile(model, fullgraph=True, backend="inductor" if backend == "native" else "aot_eager")
 
 
@@ -41,7 +41,7 @@ def step(model: SMFR, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 @pytest.mark.parametrize("mode", ["softmax", "gumbel"])
 def test_equals_eager(backend: str, mode: str) -> None:
     model, x = model_and_input(mode)
-    model.eval()  # Gumbel takes the arg max; the penalty and the gradients are there as in training
+    model.eval()  # makes Gumbel deterministic; penalty and gradients exist as in training
     twin = copy.deepcopy(model)
     compiled = compiled_by(backend, twin)
     for size in (6, 3, 6):  # the second size makes the batch dynamic

@@ -1,4 +1,4 @@
-"""compose_: layers of an existing net as mixtures of templates, or of checkpoints, and back."""
+"""compose_: turn layers of an existing net into mixtures of templates or checkpoints, and back."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_stage_of_a_resnet() -> None:
     x = torch.randn(2, 3, 32, 32)
     composition = compose_(net, 2, lambda name, m: isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3))
     assert sum(p.numel() for p in net.parameters()) < before
-    assert len(composition.layers) < len(groups)  # a convolution of a shape of its own stays as it is
+    assert len(composition.layers) < len(groups)  # a convolution with a unique shape is not composed
     net(x).sum().backward()
     assert all(p.grad is not None for p in net.parameters()) and composition.logits.grad.abs().sum() > 0
     net.eval()
@@ -120,7 +120,7 @@ def test_blocks_of_a_transformer(training: bool) -> None:
     mixed.sum().backward()
     assert composition.logits.grad.abs().sum() > 0
     with torch.no_grad():
-        close(net(x), mixed.detach())  # torch has a way of its own without gradients
+        close(net(x), mixed.detach())  # without gradients torch takes another path
     close(composition.merge()(x), mixed)
 
 
@@ -173,7 +173,7 @@ def test_copies(tmp_path: Path) -> None:
     for twin in (*copies, loaded):
         assert torch.equal(twin(x), expected)
         with torch.no_grad():
-            twin.composition.logits.normal_()  # of its own
+            twin.composition.logits.normal_()  # must not change the others
         assert not torch.equal(twin(x), expected) and torch.equal(net(x), expected)
         moved = twin(x)
         close(twin.composition.merge()(x), moved)
@@ -199,7 +199,7 @@ def test_functional_call_and_a_part_alone() -> None:
     composition = compose_(net, 2, init="uniform")
     x = noise(3, 4)
     doubled = {n: 2 * p.detach() if n.startswith("composition/0") else p.detach() for n, p in net.named_parameters()}
-    expected = net[1][0](x)  # a layer on its own, without the net around it
+    expected = net[1][0](x)  # a layer called directly, not through the net
     close(torch.func.functional_call(net, doubled, (x,)), chain_at(net, doubled, x))
     close(net[1][0](x), expected)
     close(expected, x @ composition.weight("1.0.weight").T + composition.weight("1.0.bias"))

@@ -1,4 +1,4 @@
-"""TemplateBank and Compositional: equal to ordinary blocks over mixed weights, and all that a module must survive."""
+"""TemplateBank and Compositional: equal to ordinary blocks with mixed weights; copies, dtypes, bad input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.conv_backends import conv_backend as conv_backend
 @pytest.mark.parametrize("norm", ["mixed", "per_layer", "per_task"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_fused_equals_ordinary(conv_backend: str, block: str, norm: str) -> None:
-    """Outputs, gradients and running statistics of one task and of all at once, in training and in eval."""
+    """Outputs, gradients and running statistics, for one task and for all, in training and in eval."""
     fast = make(BLOCKS[block], 3, 4, 2, norm=norm)
     slow = make(lambda: Wrapped(BLOCKS[block]()), 3, 4, 2, norm=norm)
     assert fast.fused and not slow.fused
@@ -49,7 +49,7 @@ def test_fused_equals_ordinary(conv_backend: str, block: str, norm: str) -> None
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_equals_separate_modules(fused: bool) -> None:
-    """A layer is the ordinary block at its mixed weights, with statistics of its own."""
+    """Each layer equals an ordinary block with its mixed weights and its own statistics."""
     inner = BLOCKS["se"]
     net = make(inner if fused else lambda: Wrapped(inner()), 3, 4, 2)
     modules = []
@@ -77,7 +77,7 @@ def test_second_input(conv_backend: str) -> None:
 
 
 def test_mean_over_all_batches() -> None:
-    """Momentum None has a rate of its own in every layer and task: such a block runs as it is written."""
+    """With momentum None each layer and task updates at its own rate, so the block runs unfused."""
 
     def block() -> nn.Module:
         found = BasicBlock(3, 3)
@@ -91,7 +91,7 @@ def test_mean_over_all_batches() -> None:
     assert torch.equal(ones[0, 0], before) and not torch.equal(ones[0, 1], before)
 
 
-def test_said_once() -> None:
+def test_warned_once() -> None:
     class Unknown(Wrapped):
         pass
 
@@ -180,7 +180,7 @@ def test_bank_without_norms() -> None:
 
 
 def test_starts_from_trained_blocks() -> None:
-    """Blocks as templates in their own order: the net that they were, statistics included."""
+    """Blocks used as templates in their order give the original net, statistics included."""
     torch.manual_seed(0)
     modules = [BasicBlock(3, 3).double() for _ in range(3)]
     x = noise(4, 3, 5, 5)
@@ -216,7 +216,7 @@ def test_copies(fused: bool, norm: str) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_dense_gradients(fused: bool) -> None:
-    """Whatever task a batch is of, every parameter has a gradient: DistributedDataParallel waits for all."""
+    """Every parameter gets a gradient from any task: DistributedDataParallel waits for all of them."""
     net = make(BLOCKS["se"] if fused else Dense, 3, 4, 2, norm="per_task")
     net(noise(4, 4, 5, 5) if fused else noise(4, 4), task=1).sum().backward()
     assert all(p.grad is not None and p.grad.layout == torch.strided for p in net.parameters())
@@ -272,8 +272,8 @@ def test_checkpoint(fused: bool) -> None:
         close(a, b)
 
 
-def test_blocks_without_weights_say_nan() -> None:
-    """What would run over forgotten weights gives NaN, never memory that is not its own."""
+def test_blocks_without_weights_give_nan() -> None:
+    """Using a weight that was not replaced gives NaN and never reads foreign memory."""
     bank = TemplateBank(Dense, 2)
     assert all(p.isnan().all() for p in bank.block.parameters())
     assert bank.block.second.weight is bank.block.first.weight

@@ -142,7 +142,7 @@ def _conv_norm_relu() -> nn.Module:
 def test_blocks_of_conv_norm_relu_are_fused(task: int | None) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing to be said: it is fused
+        warnings.simplefilter("error")  # no warning: it is fused
         net = Compositional(_conv_norm_relu, 3, 4, 2).double()
     plain = copy.deepcopy(net)
     fastmod.nn.unfuse_batch_norm_(plain.bank.block)

@@ -1,4 +1,4 @@
-"""Compositional: signatures and shares of templates, and nets that get or lose tasks and templates."""
+"""Compositional: signatures, shares, adding and removing tasks and templates."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_add_task(fused: bool, norm: str) -> None:
 
 
 def test_add_task_learned() -> None:
-    """Coefficients find the task that the data came from; nothing else changes."""
+    """Learned coefficients find the task that made the data; nothing else changes."""
     net = make(Dense, 3, 4, 3)
     x = noise(20, 4)
     target = net(x, task=1).detach()

@@ -1,4 +1,4 @@
-"""Two processes, gloo, one step of DistributedDataParallel: equal to one process on the whole batch."""
+"""A step of DistributedDataParallel in two processes (gloo) equals one process with the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ensemble: per copy the values are those of the net alone."""
+"""Ensemble: each copy has the values of the net alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COPIES = 3
 
 
 class Masked(nn.Module):
-    """A linear layer under masks of one seed: 2 samples."""
+    """A linear layer with 2 samples of masks from one seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-#: Served by kernels that take all copies at once and do for each what they do for a net alone.
+#: Nets with kernels that run all copies at once and compute each exactly as alone.
 EXACT = ("SMFR", "MFNNR", "masked_linear")
 
 
@@ -220,11 +220,11 @@ def test_buffers_that_are_assigned_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [*NETS, "PlainSMFR"])
 def test_compiled_with_gradients(kind: str) -> None:
-    """What a net keeps of its last forward is a copy's own: no compiler can hand it out."""
+    """A net may keep state of its last forward; it belongs to one copy, and a compiled graph cannot return it."""
     factory, shape = {**NETS, "PlainSMFR": (lambda: PlainSMFR(3, 2, 4, 3, 1, hidden=5), (6, 3, 4))}[kind]
     torch.manual_seed(0)
     nets = Ensemble(factory, COPIES)
-    twin = copy.deepcopy(nets)  # batch norm counts what it has seen
+    twin = copy.deepcopy(nets)  # with the statistics of batch norm
     x = torch.randn(shape)
     torch._dynamo.reset()
     run = torch.compile(nets, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""ExpertStack, Gater and ExpertMixture: equal to a loop over ordinary modules, and all that a module must survive."""
+"""ExpertStack, Gater and ExpertMixture: equal to a loop over ordinary modules; copies, dtypes, compile, DDP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.surroundings import one_thread as one_thread
 
 
 class NamedAsInTorchvision(nn.Module):
-    """A basic block by other names, its shortcut in a Sequential."""
+    """A basic block with other names and its shortcut in a Sequential."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def looped(block: Block, experts: int, inputs: int, outputs: int, depth: int, st
         blocks = [block(inputs, outputs, stride), *(block(outputs, outputs, 1) for _ in range(depth - 1))]
         found.append(nn.Sequential(*blocks))
     for p in found.parameters():
-        if p.dim() == 1:  # batch norm: not at its start
+        if p.dim() == 1:  # batch norm: away from its initial values
             nn.init.uniform_(p, 0.5, 1.5)
     return found.double()
 
@@ -70,7 +70,7 @@ def by_loop(experts: nn.ModuleList, x: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def of_experts(loop: nn.ModuleList, name: str) -> list[nn.Module]:
-    """The experts' modules that the stack calls ``blocks.{d}.{part}``."""
+    """The experts' modules for the stack's ``blocks.{d}.{part}``."""
     _, d, part = name.split(".")
     place = ["conv1", "conv2", "shortcut", "norm1", "norm2", "shortcut_norm"].index(part)
     kind = nn.Conv2d if place < 3 else nn.BatchNorm2d
@@ -78,7 +78,7 @@ def of_experts(loop: nn.ModuleList, name: str) -> list[nn.Module]:
 
 
 def assert_same_state(stack: ExpertStack, loop: nn.ModuleList, gradients: bool) -> None:
-    """Parameters, running statistics and, if asked for, gradients, to 1e-10."""
+    """Compare parameters, running statistics and, if ``gradients``, gradients to 1e-10."""
     for name, value in stack.state_dict(keep_vars=True).items():
         module, _, leaf = name.rpartition(".")
         theirs = [getattr(m, leaf) for m in of_experts(loop, module)]
@@ -163,7 +163,7 @@ def test_names_and_shapes() -> None:
 
 
 def test_start() -> None:
-    """He's variance for the convolutions, every expert another draw; batch norm at 1 and 0."""
+    """Convolutions are drawn per expert with He's variance; batch norm starts at 1 and 0."""
     state = ExpertStack(32, 64, 2, 1).state_dict()
     weight = state["blocks.0.conv1.weight"]
     for e in range(2):
@@ -194,7 +194,7 @@ def test_to_experts_and_back(conv_backend: str) -> None:
 
 
 class NoReLU(NamedAsInTorchvision):
-    """The same modules, another net."""
+    """The same modules in another net."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.bn2(self.conv2(self.bn1(self.conv1(x)))) + (x if self.downsample is None else self.downsample(x))
@@ -289,14 +289,14 @@ def test_mixture(conv_backend: str) -> None:
 
 
 def test_eval_sees_every_change(conv_backend: str) -> None:
-    """Scale and shift are kept between evaluations, and only as long as nothing they are made of changes."""
+    """Scale and shift are cached between evaluations until one of their sources changes."""
     stack = ExpertStack(3, 4, 2, 1).double().eval()
     x = images(2, 3, 4, 4)
 
     def check() -> Tensor:
         with torch.no_grad():
             kept = stack(x)
-        torch.testing.assert_close(kept, stack(x).detach())  # with gradients nothing is kept
+        torch.testing.assert_close(kept, stack(x).detach())  # with gradients nothing is cached
         return kept
 
     outs = [check(), check()]
@@ -326,7 +326,7 @@ def test_eval_sees_every_change(conv_backend: str) -> None:
 
 
 def test_a_frozen_norm_in_training(conv_backend: str) -> None:
-    """One batch norm in eval mode inside of a stack that trains, as in fine-tuning."""
+    """One batch norm in eval mode within a stack in training, as in fine-tuning."""
     loop = looped(resnet.BasicBlock, 2, 3, 3, 1, 1)
     stack = ExpertStack.from_experts(list(loop))
     for expert in loop:
@@ -369,7 +369,7 @@ def test_survives(conv_backend: str) -> None:
         assert torch.equal(other(x), expected)
         assert torch.equal(torch.func.functional_call(other, mixture.state_dict(), (x,)), expected)
     assert other(x).shape == (6, 4, 5, 4)
-    torch.testing.assert_close(other(x), expected)  # where nobody wants gradients, norms are folded into the weights
+    torch.testing.assert_close(other(x), expected)  # without gradients norms are folded into the weights
     strided = torch.randn(6, 3, 7, 18).transpose(2, 3)[:, :, ::2]
     torch.testing.assert_close(mixture(strided), mixture(strided.contiguous()))
 
@@ -478,9 +478,9 @@ def test_compile_fullgraph(conv_backend: str) -> None:
 def make() -> tuple[ExpertMixture, Tensor]:
     torch.manual_seed(0)
     mixture = ExpertMixture(3, 4, 2, 1, stride=2)
-    with torch.no_grad():  # an expert that no image asks for still has gradients: nobody waits for it
+    with torch.no_grad():  # an unused expert still has gradients, so DDP does not wait
         mixture.gate.head.bias.copy_(torch.tensor([0.0, -1000.0]))
-    return mixture.eval(), torch.randn(8, 3, 6, 6)  # batch norm by running statistics: two halves equal the whole
+    return mixture.eval(), torch.randn(8, 3, 6, 6)  # running statistics: two halves equal the whole
 
 
 def step(mixture: ExpertMixture, run: nn.Module, x: Tensor) -> None:
@@ -497,7 +497,7 @@ def worker(rank: int, folder: str, backend: str) -> None:
         step(mixture, run, x[4 * rank : 4 * rank + 4])
         torch.save(mixture.state_dict(), f"{folder}/rank{rank}.pt")
         mixture.train()
-        run(x[4 * rank : 4 * rank + 4]).sum().backward()  # and with statistics of the batch
+        run(x[4 * rank : 4 * rank + 4]).sum().backward()  # also with statistics of the batch
 
 
 @pytest.mark.slow

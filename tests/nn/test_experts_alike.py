@@ -1,4 +1,4 @@
-"""Experts that cannot be stacked as they are, and nets that are moved or loaded as a whole."""
+"""Experts that cannot be stacked, and nets moved or loaded as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fuse_batch_norm_``: ordinary nets before and after it are the same net."""
+"""``fuse_batch_norm_`` does not change what a net computes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Torchvision(nn.Module):
-    """7x7 in front, which stays; a dropout that forward asks for by its mode; view behind the pool."""
+    """A 7x7 convolution that stays, a dropout in forward that depends on the mode, a view after the pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Torchvision(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """Batch norm first: only the middle one has a convolution in front of it and one behind that no norm follows."""
+    """Batch norm first: only the middle one has a convolution before it and one after it without a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class PreActivation(nn.Module):
 
 
 class Mobile(nn.Module):
-    """Expand, depthwise, project; ReLU6 where no ReLU is; a linear bottleneck that the next convolution reads."""
+    """Expand, depthwise, project; ReLU6 instead of ReLU; a linear bottleneck before the next convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Mobile(nn.Module):
 
 
 class Odd(nn.Module):
-    """Everything that reads an intermediate elsewhere, adds in unusual ways, or shares a module."""
+    """Intermediates with other readers, unusual additions, shared modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,14 +121,14 @@ class Odd(nn.Module):
         k += norm[5](conv[5](g))  # written into what alias reads
         h = norm[6](conv[6](alias))
         h = h + h
-        y = F.relu(norm[7](conv[7](h)))  # read by two convolutions, of which one has no batch norm
+        y = F.relu(norm[7](conv[7](h)))  # read by two convolutions, one without batch norm
         z = norm[7](conv[7](h)).add(self.one(y))
         w = norm[0](conv[0](y)) + norm[1](conv[1](y))
         return seen, b, c, g, alias, self.one(y), z, w
 
 
 class Twice(nn.Module):
-    """One batch norm for two convolutions, and a chain that nobody reads but whose statistics move."""
+    """One batch norm for two convolutions, and a chain with an unused output but moving statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def make(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
 
 
 def results(net: Callable[[Tensor], Tensor | tuple[Tensor, ...]], x: Tensor) -> list[Tensor]:
-    """Outputs, the gradient of the input, and leaves the parameters' gradients."""
+    """Output and the input's gradient; the parameters keep their gradients."""
     torch.manual_seed(3)  # for a dropout
     x = x.clone().requires_grad_()
     outs = net(x)
@@ -211,7 +211,7 @@ def test_the_same_net(conv_backend: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", NETS)
 def test_it_is_fused(conv_backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch norms that the report names are never called as modules."""
+    """Batch norms listed as fused are never called as modules."""
     _, net, x = make(name)
     fused = {part for line in fuse_batch_norm_(net).fused if " > " in line for part in line.split(" > ")[1:2]}
     names = {module: key for key, module in net.named_modules()}
@@ -258,11 +258,11 @@ def test_hooks_modes_and_modules_are_looked_at_in_every_call(conv_backend: str) 
     for net in (plain, fused):  # one batch norm frozen
         net.layers[1].bn1.eval()
     assert_same(plain, fused, x)
-    for net in (plain, fused):  # one keeps its statistics from now on, though it trains
+    for net in (plain, fused):  # one keeps its statistics from now on, even in training
         net.layers[0].bn1.track_running_stats = False
     assert_same(plain, fused, x)
     seen: dict[nn.Module, list[Tensor]] = {}
-    for net in (plain, fused):  # hooks on a block that was traced through, and on layers that were fused
+    for net in (plain, fused):  # hooks on a traced block and on fused layers
         layers = net.layers
         for module in (layers[0], layers[1].conv1, layers[2].bn2, layers[2].relu):
             module.register_forward_hook(lambda m, i, o, net=net: seen.setdefault(net, []).append(o.detach().clone()))
@@ -270,7 +270,7 @@ def test_hooks_modes_and_modules_are_looked_at_in_every_call(conv_backend: str) 
     assert len(seen[fused]) == len(seen[plain]) == 5
     torch.testing.assert_close(seen[fused], seen[plain], rtol=1e-9, atol=1e-9)
     torch.manual_seed(5)
-    other = nn.Conv2d(6, 6, 3, padding=2, dilation=2).double()  # one that norm_conv cannot serve
+    other = nn.Conv2d(6, 6, 3, padding=2, dilation=2).double()  # not supported by norm_conv
     for net in (plain, fused):
         net.layers[2].conv2 = copy.deepcopy(other)
     assert_same(plain, fused, x)
@@ -308,7 +308,7 @@ def test_undone_and_done_again(conv_backend: str) -> None:
 
 
 def test_parts(conv_backend: str) -> None:
-    """A part that was fused by itself runs by itself when the whole is fused."""
+    """A part that was fused before stays separate when the whole net is fused."""
     plain, fused, x = make("torchvision")
     fuse_batch_norm_(fused.layers[1])
     report = fuse_batch_norm_(fused)
@@ -423,7 +423,7 @@ class ByKeyword(nn.Sequential):
     ],
 )
 def test_untraceable(kind: type[nn.Sequential], reason: str) -> None:
-    """A trace would do something else than the model: refused in one sentence, and the model left as it was."""
+    """Models that a trace would change are refused in one sentence and left unchanged."""
     net = kind(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
     before = dict(net.__dict__)
     with pytest.raises(ValueError, match=f"model: torch.fx cannot trace the forward of {kind.__name__} .*{reason}"):

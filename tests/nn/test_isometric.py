@@ -1,4 +1,4 @@
-"""IsometricNet: the paper's parameter counts, equal to its plain twin, and all that a net must survive."""
+"""IsometricNet: the paper's parameter counts, equality with its plain twin, copies, compile, DDP."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ TWINS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TWINS)
 def test_equals_the_plain_twin(conv_backend: str, name: str) -> None:
-    """Scores, gradients and statistics, in training and eval, of each task and of all at once."""
+    """Scores, gradients and statistics in training and eval, for single tasks and all at once."""
     net = make(**TWINS[name])
     plain = PlainIsometricNet(net)
     x = images(net.tasks, 5, net.in_channels, 18, 17)  # no multiple of a patch
@@ -106,7 +106,7 @@ def test_equals_the_plain_twin(conv_backend: str, name: str) -> None:
 
 
 def pairs(net: IsometricNet, plain: PlainIsometricNet, gradients: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What the two have in common: gradients of all parameters, or all statistics."""
+    """Name, ours and theirs for all gradients of parameters, or for all statistics."""
     if not gradients:
         theirs = dict(plain.state.named_buffers())
         yield from ((n, b, theirs[n]) for n, b in net.body.state.named_buffers())
@@ -140,7 +140,7 @@ def test_load_plain(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["two tasks", "classes differ", "patches"])
 def test_tasks_side_by_side(name: str) -> None:
-    """All tasks in one call: as one after the other."""
+    """All tasks in one call equal one call per task."""
     together = make(**TWINS[name])
     apart = copy.deepcopy(together)
     x = images(2, 5, 3, 16, 16)
@@ -205,7 +205,7 @@ def test_statistics_of_another_task() -> None:
 
 
 def test_on_meta() -> None:
-    """Nothing is drawn or read where there are no values."""
+    """The meta device has no values, so nothing may be drawn or read."""
     with torch.device("meta"):
         for options in ({"init": "diag", "share_layers": 4}, {"signature": "random"}, {"mixing": "tanh"}):
             net = IsometricNet(tasks=2, **options)

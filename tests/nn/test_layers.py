@@ -1,4 +1,4 @@
-"""Multiplexer and FNNR: the two halves of an MFNNR as layers of their own."""
+"""Multiplexer and FNNR: the two halves of an MFNNR as separate layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak memory of a training step of whole nets, beside that of the same net in plain PyTorch."""
+"""Peak memory of a training step, compared with the same net in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NETS = {
         (64, 3, 32, 32),
     ),
 }
-#: Of what plain PyTorch takes.
+#: As fractions of what plain PyTorch takes.
 SHARES = {"ResMixNet": 1.0, "IsometricNet": 0.5}
 
 STEP = """
@@ -29,16 +29,16 @@ torch.set_num_threads(2)
 net = models.{net}
 def step(images):
     net(images).square().sum().backward()
-step(torch.randn(4, *{shape}[1:]))  # threads, workspaces, gradients are there before the count begins
+step(torch.randn(4, *{shape}[1:]))  # allocates threads, workspaces and gradients before the measurement
 images = torch.randn({shape})
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 before = memory("VmRSS")
 step(images)
 print(memory("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process its peak")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from Linux's /proc")
 @pytest.mark.parametrize("name", NETS)
 def test_peak_memory(name: str) -> None:
     ours, plain = (float(in_a_process(STEP.format(net=net, shape=NETS[name][2]))) for net in NETS[name][:2])

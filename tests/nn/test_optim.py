@@ -16,7 +16,7 @@ from fastmod.optim import Adam
 
 @pytest.fixture
 def by_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step may be left to torch."""
+    """Make every step that falls back to torch fail."""
     monkeypatch.setattr(fastmod.optim, "_torch_step", lambda *_: pytest.fail("left to torch"))
 
 
@@ -53,7 +53,7 @@ def test_same_as_torch(isa: str, dtype: torch.dtype, max_norm: float | None, sca
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_models_step_as_small_ones(isa: str, dtype: torch.dtype, by_extension: None) -> None:
-    """From 8 MiB on parameters are written past the caches, those that lie on a vector's border at least."""
+    """From 8 MiB, parameters aligned to vectors are written past the caches."""
     torch.manual_seed(0)
     count = 8 * 2**20 // dtype.itemsize
     aligned, shifted = torch.randn(count, dtype=dtype), torch.randn(10_007, dtype=dtype)[1:]
@@ -103,7 +103,7 @@ def test_reload_is_bit_exact() -> None:
 
 
 def test_emptied_state_begins_anew() -> None:
-    """Some training codes restart an optimiser by emptying its state: the moments of before must not live on."""
+    """Some training code restarts an optimiser by clearing its state: old moments must not survive."""
     ours, theirs = net(), net()
     pairs = [(ours, Adam(ours.parameters(), 1e-2)), (theirs, torch.optim.Adam(theirs.parameters(), 1e-2))]
     for model, optimizer in pairs:
@@ -116,7 +116,7 @@ def test_emptied_state_begins_anew() -> None:
 
 
 def test_copies_step_by_themselves() -> None:
-    """deepcopy and pickle: a copy has moments and parameters of its own."""
+    """Copies by deepcopy and pickle have their own moments and parameters."""
     ours = net()
     optimizer = Adam(ours.parameters(), 1e-2, max_norm=0.1)
     train(ours, optimizer, range(3), 1.0, None)
@@ -164,7 +164,7 @@ def test_steps_without_gradients_do_not_end_the_training() -> None:
 
 
 def test_groups_that_had_no_gradients_come_back() -> None:
-    """Freezing, or training two parts in turn."""
+    """As when parameters are frozen or two parts are trained in turn."""
     results = []
     for kind in (Adam, torch.optim.Adam):
         parts = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
@@ -195,7 +195,7 @@ def test_parameters_may_be_moved(by_extension: None) -> None:
 
 
 def test_any_dense_layout(by_extension: None) -> None:
-    """Parameters in channels_last; gradients, and only these, may lie in another way."""
+    """Parameters in channels_last; only gradients may have another layout."""
     ours, theirs = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     pairs = [(ours, Adam(ours.parameters(), 1e-2, max_norm=0.1)), (theirs, torch.optim.Adam(theirs.parameters(), 1e-2))]
@@ -243,7 +243,7 @@ def test_bad_input() -> None:
     good, step = [torch.zeros(3)], [torch.zeros(())]
     numbers = ([1], [0.1], [0.9], [0.999], [1e-8], 0.0)
     adam = torch.ops.fastmod.adam_
-    # Tensors that the kernels cannot walk through: nothing is done, and the caller is told.
+    # Tensors the kernels do not support: they do nothing and return False.
     for bad in (
         torch.zeros(4),
         torch.zeros(3, dtype=torch.float64),

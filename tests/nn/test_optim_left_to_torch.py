@@ -1,4 +1,4 @@
-"""What ``fastmod.optim.Adam`` leaves to torch: it clips before, and does not stand in the way."""
+"""Cases that ``fastmod.optim.Adam`` leaves to torch, after clipping."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """Of gradients with norms above and below MAX_NORM: Adam does not feel a factor that all steps share."""
+    """Gradients have norms above and below MAX_NORM: Adam would ignore a factor common to all steps."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
     return model(x.to(next(model.parameters()).dtype)).square().sum() * 0.01 ** (step % 3)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
-    """Clips for an optimiser that does not."""
+    """Clip by hand for optimisers that do not."""
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -66,7 +66,7 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 def test_capturable_is_refused_as_torch_does() -> None:
-    """There are no graphs to capture on the CPU."""
+    """The CPU has no graphs to capture."""
     outcomes = []
     for kind in (Adam, torch.optim.Adam):
         model, _ = pair()
@@ -171,7 +171,7 @@ def test_distributed_tensors(tmp_path: Path) -> None:
 def scaled(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, unscale: bool = False, infinite: int = -1
 ) -> float:
-    """Trains with a scaler, as torch documents it for optimisers that do not clip; the scale at the end."""
+    """Train with a scaler as torch documents it for optimisers without clipping; returns the final scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
     clips = isinstance(optimizer, Adam)
     for step in steps:
@@ -205,7 +205,7 @@ def test_grad_scaler(dtype: torch.dtype, options: dict[str, Any], unscale: bool,
 
 
 def test_grad_scaler_between_plain_steps() -> None:
-    """What the scaler leaves on the optimiser is gone after its step."""
+    """Attributes the scaler sets on the optimiser must not affect plain steps."""
     ours, theirs = pair()
     optimizer, other = Adam(ours.parameters(), 1e-2, max_norm=MAX_NORM), torch.optim.Adam(theirs.parameters(), 1e-2)
     for model, which in ((ours, optimizer), (theirs, other)):
@@ -216,7 +216,7 @@ def test_grad_scaler_between_plain_steps() -> None:
 
 
 def test_grad_scaler_after_torch_state() -> None:
-    """State of an optimiser that is not fused leaves ours fused: the scaler counts on what it was told at first."""
+    """Loading state of an unfused optimiser must leave ours fused: the scaler relies on what it saw first."""
     ours, theirs = pair()
     optimizer, other = Adam(ours.parameters(), 1e-2, max_norm=MAX_NORM), torch.optim.Adam(theirs.parameters(), 1e-2)
     train(theirs, other)

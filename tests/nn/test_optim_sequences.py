@@ -1,4 +1,4 @@
-"""Whatever is done with the optimiser in between, it steps as clip_grad_norm_ and torch.optim.Adam do."""
+"""Random sequences of operations: the optimiser always steps like clip_grad_norm_ and torch.optim.Adam."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEEDS = ("step", "step", "step", "add", "clear", "rate", "reload", "swap", "free
 
 
 class Twins:
-    """The same parameters twice, under our optimiser and under torch's."""
+    """Two copies of the parameters, one for our optimiser and one for torch's."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -76,7 +76,7 @@ class Twins:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     def swap(self) -> None:
-        """Each goes on with the other's state."""
+        """Swap the states of the two optimisers."""
         mine, other = (copy.deepcopy(optimizer.state_dict()) for optimizer in (self.ours, self.theirs))
         self.ours.load_state_dict(other)
         self.theirs.load_state_dict(mine)
@@ -100,7 +100,7 @@ class Twins:
             p.data = p.data.clone() * 0.5
 
     def spoil(self) -> None:
-        if self.random.random() < 0.3:  # rarely: most of what comes after is NaN
+        if self.random.random() < 0.3:  # rarely, as most values are NaN from then on
             self.step(self.random.choice([float("nan"), float("inf"), -float("inf")]))
 
     def assert_same(self, deeds: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""ResMixNet and its baselines: the paper's parameter counts, and equal to the plain twins."""
+"""ResMixNet and its baselines: the paper's parameter counts, equality with plain twins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastmod.models import FusedResNet, PlainResMixNet, PlainResNet, PlainVGG, R
 from tests.helpers.conv_backends import conv_backend as conv_backend
 from tests.helpers.surroundings import one_thread as one_thread
 
-#: Tables 1 to 3 print them in thousands and millions.
+#: Parameter counts; tables 1 to 3 print them in thousands and millions.
 COUNTS: list[tuple[Callable[[], nn.Module], int]] = [
     (lambda: ResMixNet(2, 2), 273750),
     (lambda: ResMixNet(4, 1), 192730),
@@ -94,7 +94,7 @@ def test_vgg_equals_its_plain_twin(conv_backend: str) -> None:
 
 
 def test_gates(conv_backend: str) -> None:
-    """What the mixtures' gaters see in a forward is what ``gates`` returns."""
+    """``gates`` returns the gaters' outputs of a forward."""
     model = ResMixNet(3, 1).eval()
     seen: list[Tensor] = []
     for mixture in model.mixtures:
@@ -151,7 +151,7 @@ def test_errors(conv_backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("conv_backend", ["native"], indirect=True)  # that of plain PyTorch is tested on one mixture
+@pytest.mark.parametrize("conv_backend", ["native"], indirect=True)  # plain PyTorch is tested on one mixture
 def test_compile_fullgraph(conv_backend: str) -> None:
     torch._dynamo.reset()
     model = ResMixNet(2, 2)

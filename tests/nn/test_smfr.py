@@ -1,4 +1,4 @@
-"""MFNNR and SMFR: architecture, values, and everything a module must survive."""
+"""MFNNR and SMFR: architecture, values, training, copies, bad input."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_repr_tells_the_sizes() -> None:
 
 
 def composed(layer: MFNNR, x: Tensor) -> tuple[Tensor, Tensor]:
-    """An MFNNR from the smaller ops."""
+    """An MFNNR built from the smaller ops."""
 
     def fnn(layers: nn.ModuleList, value: Tensor) -> Tensor:
         for linear in list(layers)[:-1]:
@@ -289,7 +289,7 @@ def test_no_grad_and_inference_mode(backend: str) -> None:
 
 
 def test_it_learns(backend: str) -> None:
-    """Copying one block in two is within reach of a few hundred steps."""
+    """A few hundred steps suffice to learn to copy one of two blocks."""
     torch.manual_seed(0)
     model = SMFR(2, 1, 3, 2, 1, hidden=16)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -327,7 +327,7 @@ def test_gumbel_learns_one_temperature_per_multiplexer(backend: str) -> None:
     assert all(p.item() == 0 for p in temperatures)
     loss_of(model, batch(16)).backward()
     assert all(p.grad is not None and p.grad != 0 for p in temperatures)
-    # In training the soft weights are shown, at the temperature that was used.
+    # In training, the soft weights are shown, at the temperature used.
     weights = model.routing()[0].weights
     assert (weights > 0).all()
     torch.testing.assert_close(weights.sum(-2), torch.ones_like(weights[..., 0, :]))
@@ -410,7 +410,7 @@ def test_without_threshold_the_penalty_is_zero(backend: str) -> None:
 @pytest.mark.parametrize("mode", ["softmax", "gumbel"])
 def test_deepcopy_pickle_and_state_dict(backend: str, mode: str) -> None:
     model = small(mode)
-    loss_of(model, batch(6)).backward()  # leaves a graph behind that no copy may touch
+    loss_of(model, batch(6)).backward()  # leaves a graph that copies must not share
     model.eval()
     expected = model(batch(6))
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""``nn.SMFR`` under torch.func, and its second derivatives, against the same layer in plain PyTorch."""
+"""``nn.SMFR`` with torch.func and second derivatives, compared with the layer in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODES = ["softmax", "gumbel"]
 
 
 def layer(mode: str) -> SMFR:
-    """A threshold that some logits exceed, so that the penalty has gradients of its own."""
+    """Some logits exceed the threshold, so that the penalty has gradients."""
     torch.manual_seed(1)
     return SMFR(3, 2, 2, 2, 1, hidden=3, mode=mode, threshold=0.05).double()
 
@@ -43,7 +43,7 @@ def test_func_grad(mode: str) -> None:
     params, x = dict(model.named_parameters()), torch.randn(4, 3, 2, dtype=torch.float64)
     found, expected = by_both(lambda: grad(loss_of(model), argnums=(0, 1))(params, x))
     torch.testing.assert_close(found, expected)
-    # And it is what autograd finds.
+    # Autograd must find the same.
     ordinary = torch.autograd.grad(loss_of(model)(params, x.requires_grad_()), [*params.values(), x])
     torch.testing.assert_close((*found[0].values(), found[1]), ordinary)
     assert all(value.abs().max() > 0 for value in ordinary)

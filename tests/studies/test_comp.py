@@ -1,4 +1,4 @@
-"""The compositional studies: what is trained and what is not, measures by hand, runs that resume bit for bit."""
+"""The compositional studies: trained parameters, measures by hand, runs that resume to the same bits."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_loss_and_average_by_hand(data: Path) -> None:
     mean: dict[str, Tensor] = {}
     seen = CompTrial.penalty
 
-    def kept(self: CompTrial) -> Tensor | float:  # called behind the forward pass of every step
+    def kept(self: CompTrial) -> Tensor | float:  # called after the forward pass of every step
         for k, v in self.model.state_dict().items():
             if v.is_floating_point():
                 mean[k] = 0.8 * mean[k] + 0.2 * v if k in mean else v.clone()
@@ -238,7 +238,7 @@ def test_sharing_by_hand() -> None:
 
 
 def test_tasks_that_share_a_domain_or_a_data_set() -> None:
-    """First layer: a template per domain; last: one per data set; between them one for all."""
+    """The first layer has a template per domain, the last one per data set, the middle one for all."""
     pairs = MultitaskConfig().pairs
     hot = torch.eye(3).tolist()
     sets, domains = MultitaskConfig().datasets, MultitaskConfig().domains
@@ -274,7 +274,7 @@ def test_sharing_as_one_number_each() -> None:
      ("comp-adapt", "compositional", (2, 6, 8, 10)), ("comp-adapt", "isometric", (14,))],
 )  # fmt: skip
 def test_resumed_to_the_same_bits(study: str, model: str, steps: tuple[int, ...], data: Path, tmp_path: Path) -> None:
-    """Stopped in every kind of stage, and between two of them."""
+    """Stop in every kind of stage and between two stages."""
 
     def known(trial: CompTrial) -> str:
         return checkpoint.digest({**trial.state(), "seconds": 0.0})

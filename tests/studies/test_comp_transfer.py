@@ -1,4 +1,4 @@
-"""The compositional studies of a new task and of a new domain: what is trained and what is not, by hand."""
+"""The compositional studies of a new task and of a new domain: trained parameters, losses by hand."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_frozen_shares_stay_and_begin_where_they_should(data: Path) -> None:
 def test_how_many_parameters_a_new_task_has(data: Path) -> None:
     trial = trial_of("comp-transfer", data, "mixture", steps=2, tune_steps=2)
     found = finish(trial).result["results"]
-    channels, wide = 8, 48  # of a layer, and expanded
+    channels, wide = 8, 48  # of a layer, before and after expansion
     norms = 4 * (2 * (wide + wide + wide // 4 + wide + channels)) + 2 * (channels + 128 + 256)
     assert found["mnist_frozen"]["trained"] == norms + 256 * 10 + 10
     assert found["mnist"]["trained"] - found["mnist_frozen"]["trained"] == 4 * 2
@@ -135,7 +135,7 @@ def test_svhn_where_its_files_are(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_discriminator_learns_before_shares_listen_to_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares that begin to move with an opponent that knows nothing go anywhere: it is trained first, without them."""
+    """An untrained opponent would move shares at random, so it is trained alone first."""
     monkeypatch.setattr(adapt, "_WARM_UP", 30)
     trial = trial_of("comp-adapt", data, "compositional", steps=2, adapt_steps=2)
     losses: list[float] = []
@@ -192,7 +192,7 @@ def test_adversary_and_heads_by_hand() -> None:
 
 
 def test_opponents_learn_to_tell_domains_apart(data: Path) -> None:
-    """The discriminator is trained on its own loss alone, not on that of the net that wants to fool it."""
+    """The discriminator is trained on its own loss only, not on the net's fooling loss."""
     trial = trial_of("comp-adapt", data, "compositional", adapt_steps=20)
     while trial.extra["stage"] == 0:
         trial.chunk()

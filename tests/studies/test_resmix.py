@@ -1,4 +1,4 @@
-"""The ResMixNet studies: data, schedule and optimiser are the paper's, runs resume bit for bit, results are true."""
+"""The ResMixNet studies: the paper's data, schedule and optimiser; runs that resume to the same bits; results."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from tests.helpers.surroundings import one_thread as one_thread
 CPU = torch.device("cpu")
 STUDIES = ("resmix-pentomino", "resmix-parity", "resmix-cifar")
 TINY: dict[str, Any] = {"batch": 4, "epochs": 2, "chunk": 3}
-RELATION: dict[str, Any] = {"images": 26, "valid_images": 9, "test_images": 30}  # two of the 26 fill no batch
+RELATION: dict[str, Any] = {"images": 26, "valid_images": 9, "test_images": 30}  # two of the 26 are dropped
 
 
 class Small(nn.Module):
-    """Learns in no time; as a mixture, its gates tell how bright each half of an image is."""
+    """A small, fast net; as a mixture, its gates are the brightness of each half of an image."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_every_model_has_a_title_and_can_be_built(study: str) -> None:
 
 
 def shown(trial: ResMixTrial, steps: int) -> list[list[int]]:
-    """Which images the first steps are shown."""
+    """Indices of the images in the first steps."""
     found: list[list[int]] = []
     while len(found) < steps:
         index = trial.batches(trial.generator("data", trial.step))[0]
@@ -197,7 +197,7 @@ def test_images_become_zero_to_one_or_standard(tmp_path: Path) -> None:
     assert seen[0].equal(trial.parts["train"].images[:4] / 255.0)
     trial = trial_of("resmix-cifar", tmp_path)
     trial.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    trial.loss(torch.arange(26))  # nothing moved
+    trial.loss(torch.arange(26))  # no augmentation
     deviation, mean = torch.std_mean(seen[1], (0, 2, 3))
     torch.testing.assert_close(mean, torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(deviation[[0, 2]], torch.ones(2), atol=1e-3, rtol=0)
@@ -443,20 +443,20 @@ def test_a_checkpoint_holds_all_of_a_real_net(tmp_path: Path, model: str) -> Non
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Study -> what an undisturbed run of the small nets leaves."""
+    """Study -> outcome of an uninterrupted run of the small nets."""
     return {}
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, key: str, step: int) -> None:
-    """Ctrl-C when this trial has come this far."""
+    """Send Ctrl-C when this trial reaches this step."""
     show = display.Display.__call__
 
-    def told(self: display.Display, now: Progress) -> None:
+    def show_and_stop(self: display.Display, now: Progress) -> None:
         show(self, now)
         if now.key == key and now.step == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(display.Display, "__call__", told)
+    monkeypatch.setattr(display.Display, "__call__", show_and_stop)
 
 
 @pytest.mark.usefixtures("small")
@@ -465,7 +465,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, key: str, step: int) -> None:
 def test_interrupted_and_resumed_to_the_same_bits(
     tmp_path: Path, study: str, step: int, whole: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of an epoch, between two, and after the first decay, which is at step 6."""
+    """Stop within an epoch, between two, and after the first decay (at step 6)."""
     first = registry.get(study).models[0]
     args = command(study, tmp_path, "--model", first, "--model", "ResNet26", "--seeds", "3")
 
@@ -493,7 +493,7 @@ def test_interrupted_and_resumed_to_the_same_bits(
 
 @pytest.mark.slow
 def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
-    """kill -9 of a process of its own that trains the real nets, after a checkpoint in the middle of an epoch."""
+    """kill -9 of a process that trains the real nets, after a checkpoint within an epoch."""
     args = command(
         "resmix-pentomino", tmp_path, "--model", "ResMixNet_4_1", "--seeds", "0", "--set", "checkpoint_seconds=1"
     )
