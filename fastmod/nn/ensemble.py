@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
+from fastmod.nn.mfnnr import MFNNR
+from fastmod.nn.smfr import SMFR
 
 
 class _Called(nn.Module):
@@ -119,12 +121,11 @@ class Ensemble(nn.Module):
 
 
 def _forget(net: nn.Module) -> None:
-    """Drop what modules keep of their last forward: inside vmap's call its tensors belong to one copy, outside they
+    """Drop what our layers keep of their last forward: inside vmap's call its tensors belong to one copy, outside they
     cannot be read, and torch.compile cannot return them."""
     for module in net.modules():
-        for name in ("_last", "_penalty"):
-            if getattr(module, name, None) is not None:
-                object.__setattr__(module, name, None)
+        if isinstance(module, (MFNNR, SMFR)) and module._last is not None:
+            object.__setattr__(module, "_last", None)
 
 
 def _plain_call(net: nn.Module, *inputs: Any) -> Any:

@@ -207,6 +207,26 @@ class Counting(nn.Module):
         return self.layer(x) * self.count
 
 
+class Remembering(nn.Module):
+    """Has names that layers of ours have too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._last, self._penalty = 3, 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self._last * self._penalty
+
+
+def test_attributes_of_other_nets_are_left_alone() -> None:
+    torch.manual_seed(0)
+    nets, x = Ensemble(Remembering, COPIES), torch.randn(2, 4)
+    first = nets(x)
+    torch.testing.assert_close(nets(x), first)
+    torch.testing.assert_close(nets.copy(0)(x), first[0])
+
+
 def test_buffers_that_are_assigned_are_refused() -> None:
     nets = Ensemble(lambda: nn.Sequential(Counting(in_place=True)), COPIES)
     nets(torch.randn(6, 4))
