@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fastmod.nn import _parts
-from fastmod.nn.mfnnr import MFNNR
-from fastmod.nn.smfr import SMFR
 
 
 class _Called(nn.Module):
@@ -121,11 +119,12 @@ class Ensemble(nn.Module):
 
 
 def _forget(net: nn.Module) -> None:
-    """Drop what our layers keep of their last forward: inside vmap's call its tensors belong to one copy, outside they
-    cannot be read, and torch.compile cannot return them."""
+    """Drop what modules keep of their last forward; their class names the attribute, ``last_forward_in``. Inside vmap's
+    call its tensors belong to one copy, outside they cannot be read, and torch.compile cannot return them."""
     for module in net.modules():
-        if isinstance(module, (MFNNR, SMFR)) and module._last is not None:
-            object.__setattr__(module, "_last", None)
+        name = getattr(type(module), "last_forward_in", None)
+        if name is not None and getattr(module, name) is not None:
+            object.__setattr__(module, name, None)
 
 
 def _plain_call(net: nn.Module, *inputs: Any) -> Any:

@@ -43,6 +43,8 @@ class MFNNR(_parts.RoutedLayer):
     Gumbel also ``log_tau``. The linear layers hold parameters only: hooks on them do not run.
     """
 
+    last_forward_in = "_last"  # the attribute that keeps it
+
     def __init__(
         self,
         in_blocks: int,

@@ -36,6 +36,8 @@ class SMFR(nn.Module):
     another ``context`` or ``threshold`` than the first.
     """
 
+    last_forward_in = "_last"  # the attribute that keeps it
+
     def __init__(
         self,
         in_blocks: int,
