@@ -57,6 +57,26 @@ def each_contiguous(tensor: Tensor, copies: int) -> tuple[Tensor, int]:
     return tensor.contiguous(), tensor.numel() // max(copies, 1)
 
 
+#: By device and stream.
+_tickets: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def tickets_for(like: Tensor, count: int) -> Tensor:
+    """``count`` numbers that are zero before and after a launch: the last program to take one from a ticket clears it.
+    Launches of one stream run one after the other, so they share them. A captured graph may run on any stream and gets
+    its own, which one more launch clears."""
+    stream = 0
+    if like.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(count, dtype=torch.int32, device=like.device)
+        stream = torch.cuda.current_stream(like.device).cuda_stream
+    kept = _tickets.get((like.device, stream))
+    if kept is None or kept.numel() < count:
+        kept = torch.zeros(max(count, 4096), dtype=torch.int32, device=like.device)
+        _tickets[like.device, stream] = kept
+    return kept
+
+
 def routing_args(tau: Tensor | None, tau_value: float, seed: Tensor | None, mode: int) -> dict[str, Any]:
     """Kernel arguments for temperature and noise. Tensors are passed by pointer, which needs no synchronisation."""
     return {"tau_ptr": tau, "tau_value": tau_value, **seed_args(seed), "MODE": mode}

@@ -1,8 +1,8 @@
 """Shared by the kernels of images: pixels, normalisation while loading, sums of partial results in a fixed order.
 
 Images are ``[B, E, H, W, C]`` in memory (``[B, H, W, C]`` if all experts share them). A *row* is a pixel of a batch,
-``r = (b * H + y) * W + x``, and its channels are the columns. Sums over pixels are written tile by tile and added up by
-a second, small kernel, so that every call gives the same bits.
+``r = (b * H + y) * W + x``, and its channels are the columns. Sums over pixels are written tile by tile and added up
+in a fixed order, by the program that is the last to write, so that every call gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from fastmod.ops._checks import compute_dtype
 IEEE, TF32, TF32_THRICE = 0, 1, 2
 _TF32 = tl.constexpr(TF32)
 _TF32_THRICE = tl.constexpr(TF32_THRICE)
+#: Parts of a sum that are added up at once.
+PARTS = tl.constexpr(32)
 #: The interpreter truncates fp32 to bf16 where a GPU rounds.
 _CUTS_OFF = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -58,12 +60,6 @@ def refuse(x: Tensor, **others: tuple[Tensor | None, Sequence[tuple[int, ...]]])
             raise TypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
         if tuple(tensor.shape) not in shapes:
             raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(tensor.shape)}")
-
-
-def sums_tile(parts: int) -> dict[str, int]:
-    """For the kernels that add up parts: how many parts and columns they take at once."""
-    block_r = power(parts, 1, 32)
-    return {"BLOCK_R": block_r, "BLOCK_C": 1024 // block_r}
 
 
 def power(size: int, least: int, most: int) -> int:
@@ -130,17 +126,35 @@ def per_column(ptr, first, columns, mask, CT: tl.constexpr):
 @triton.jit
 def column_sums(ptr, rows, columns, N, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr):
     """The sums ``[columns]`` of partial results ``[rows, N]``."""
+    return sums_of_rows(ptr, rows, N, columns, columns < N, BLOCK_R, BLOCK_C, CT)
+
+
+@triton.jit
+def sums_of_rows(ptr, rows, step, columns, known, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr):
+    """The sums ``[columns]`` of so many rows, which lie ``step`` numbers apart; of columns that are ``known``."""
     local = tl.arange(0, BLOCK_R).to(tl.int64)
     total = tl.zeros([BLOCK_R, BLOCK_C], CT)
     for first in range(0, rows, BLOCK_R):
         row = first + local
-        mask = (row < rows)[:, None] & (columns < N)[None, :]
-        total += tl.load(ptr + row[:, None] * N + columns[None, :], mask=mask, other=0.0)
+        mask = (row < rows)[:, None] & known[None, :]
+        total += tl.load(ptr + row[:, None] * step + columns[None, :], mask=mask, other=0.0)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
-def store_part(ptr, columns, first, end, values):
-    """Stores the ``values`` of columns ``first`` to ``end`` into a tensor of their own."""
-    values = rounded(values, ptr.dtype.element_ty)
-    tl.store(ptr + columns - first, values, mask=(columns >= first) & (columns < end))
+def store_sums(ptr, places, parts_ptr, rows, step, columns, known, BLOCK: tl.constexpr, CT: tl.constexpr):
+    """Adds up the parts of a result, if that is wanted."""
+    if ptr is not None:
+        found = sums_of_rows(parts_ptr, rows, step, columns, known, PARTS, BLOCK, CT)
+        tl.store(ptr + places, rounded(found, ptr.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def is_last(ticket_ptr, programs):
+    """Whether this is the last of so many programs to have stored its part, so that it may read those of the others.
+    It clears the ticket, for the next launch."""
+    tl.debug_barrier()
+    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(ticket_ptr, 0)
+    return last

@@ -5,7 +5,10 @@ input: rows are the pixels of x, and the sums run over ``k = tap * COUT + co``. 
 which taps reach it; a program takes pixels of one parity, so that it computes no unnecessary taps. Backward of the
 weight: rows are output channels, columns ``tap * CIN + ci``, and the sums run over pixels, in several parts.
 
-If gradients of mean and var are given, they are added to the gradient of y while it is loaded.
+If gradients of mean and var are given, they are added to the gradient of y while it is loaded. If a batch norm
+follows, its scale and shift are made along with the statistics, and the gradients of these two are given instead.
+
+What many programs have parts of is added up by the last of them (see ``is_last``): there are no launches for sums.
 """
 
 from __future__ import annotations
@@ -13,7 +16,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from fastmod.kernels._common import divide
-from fastmod.kernels._images import column_sums, per_column, pixels, product, rectified, rounded, store_part, through
+from fastmod.kernels._images import (
+    PARTS,
+    is_last,
+    per_column,
+    pixels,
+    product,
+    rectified,
+    rounded,
+    store_sums,
+    through,
+)
+from fastmod.kernels.batch_affine import inverse_root, moved
 
 SIZES = ["B", "E", "H", "W", "chunk"]
 
@@ -52,16 +66,37 @@ def z_tile(
 
 
 @triton.jit
-def grad_columns(grad_mean_ptr, grad_var_ptr, mean_ptr, of_channel, known, share, CT: tl.constexpr):
+def norm_columns(of_scale_ptr, of_shift_ptr, mean_ptr, var_ptr, of_channel, known, eps, CT: tl.constexpr):
+    """Of a batch norm, per channel: the gradients of ``weight / sqrt(var + eps)`` and of its bias, ``1 / sqrt(var +
+    eps)`` and the mean."""
+    of_shift = tl.load(of_shift_ptr + of_channel, mask=known, other=0.0)
+    mean = tl.load(mean_ptr + of_channel, mask=known, other=0.0)
+    of_scale = tl.load(of_scale_ptr + of_channel, mask=known, other=0.0) - mean * of_shift
+    inverse = inverse_root(tl.load(var_ptr + of_channel, mask=known, other=1.0) + tl.full([], eps, CT))
+    return of_scale, of_shift, inverse, mean
+
+
+@triton.jit
+def grad_columns(
+    of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps, of_channel, known, share, CT: tl.constexpr
+):
     """What the gradients of mean and var add to that of y, per channel: ``level + slope * (y - mean)``. ``share``: 1 /
-    number of values per mean."""
+    number of values per mean. With ``var_ptr`` a batch norm follows: the gradients are those of shift and scale."""
     level = tl.zeros(of_channel.shape, CT)
     slope, mean = level, level
-    if grad_mean_ptr is not None:
-        level = tl.load(grad_mean_ptr + of_channel, mask=known, other=0.0) * share
-    if grad_var_ptr is not None:
-        slope = tl.load(grad_var_ptr + of_channel, mask=known, other=0.0) * (2 * share)
-        mean = tl.load(mean_ptr + of_channel, mask=known, other=0.0)
+    if var_ptr is not None:
+        of_scale, of_shift, inverse, mean = norm_columns(
+            of_var_ptr, of_mean_ptr, mean_ptr, var_ptr, of_channel, known, eps, CT
+        )
+        scale = tl.load(norm_scale_ptr + of_channel, mask=known, other=0.0)
+        level = -scale * of_shift * share
+        slope = -0.5 * of_scale * scale * inverse * inverse * (2 * share)
+    else:
+        if of_mean_ptr is not None:
+            level = tl.load(of_mean_ptr + of_channel, mask=known, other=0.0) * share
+        if of_var_ptr is not None:
+            slope = tl.load(of_var_ptr + of_channel, mask=known, other=0.0) * (2 * share)
+            mean = tl.load(mean_ptr + of_channel, mask=known, other=0.0)
     return level, slope, mean
 
 
@@ -77,14 +112,16 @@ def grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT: tl.const
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    x_ptr, weight_ptr, scale_ptr, shift_ptr, gate_ptr, bias_ptr, y_ptr, partials_ptr, B: tl.int64, E: tl.int32,
-    H: tl.int32, W: tl.int32,
+    x_ptr, weight_ptr, scale_ptr, shift_ptr, gate_ptr, bias_ptr, y_ptr, partials_ptr, tickets_ptr, mean_ptr, var_ptr,
+    norm_weight_ptr, norm_bias_ptr, norm_scale_ptr, norm_shift_ptr, running_mean_ptr, running_var_ptr, batches_ptr,
+    momentum: tl.float64, bessel: tl.float64, eps: tl.float64, B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32,
     CIN: tl.constexpr, COUT: tl.constexpr, KSIZE: tl.constexpr, STRIDE: tl.constexpr, DEPTHWISE: tl.constexpr,
     RELU: tl.constexpr, SHARED: tl.constexpr, ONE_AFFINE: tl.constexpr, W_CHANNEL: tl.constexpr, W_TAP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DT: tl.constexpr, CT: tl.constexpr,
+    DT: tl.constexpr, CT: tl.constexpr, RT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N channels of BLOCK_M pixels of one expert, with their count, mean and sum of squared deviations."""
+    """BLOCK_N channels of BLOCK_M pixels of one expert, with their mean and sum of squared deviations; of those of all
+    tiles the last program makes mean and variance and, with ``norm_scale_ptr``, scale and shift of a batch norm."""
     HO, WO = (H + STRIDE - 1) // STRIDE, (W + STRIDE - 1) // STRIDE
     tile, expert = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -146,23 +183,39 @@ def forward_kernel(
         tl.store(partials_ptr + place, mean, mask=n < COUT)
         tl.store(partials_ptr + place + COUT, rest, mask=n < COUT)
         tl.store(partials_ptr + place + 2 * COUT, tl.sum(away * away, axis=0) - count * rest * rest, mask=n < COUT)
+        tiles = tl.num_programs(0)
+        if is_last(tickets_ptr + expert * tl.num_programs(2) + tl.program_id(2), tiles):
+            whole = B * HO * WO
+            mean, var = combined(partials_ptr + expert * tiles * 3 * COUT, n, whole, tiles, COUT, BLOCK_M, BLOCK_N, CT)
+            c = expert * COUT + n
+            tl.store(mean_ptr + c, mean, mask=n < COUT)
+            tl.store(var_ptr + c, var, mask=n < COUT)
+            if norm_scale_ptr is not None:
+                scale = inverse_root(var + tl.full([], eps, CT))
+                if norm_weight_ptr is not None:
+                    scale *= tl.load(norm_weight_ptr + c, mask=n < COUT, other=0.0).to(CT)
+                shift = -mean * scale
+                if norm_bias_ptr is not None:
+                    shift += tl.load(norm_bias_ptr + c, mask=n < COUT, other=0.0).to(CT)
+                tl.store(norm_scale_ptr + c, scale, mask=n < COUT)
+                tl.store(norm_shift_ptr + c, shift, mask=n < COUT)
+            if running_mean_ptr is not None:
+                moved(running_mean_ptr, c, n < COUT, mean, momentum, RT)
+                moved(running_var_ptr, c, n < COUT, var * tl.full([], bessel, CT), momentum, RT)
+            if batches_ptr is not None:
+                if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+                    tl.store(batches_ptr, tl.load(batches_ptr) + 1)
 
 
-@triton.jit(do_not_specialize=["values", "tiles"])
-def stats_kernel(
-    partials_ptr, mean_ptr, var_ptr, values: tl.int64, tiles: tl.int64, COUT: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
-):  # fmt: skip
-    """Mean and variance of all tiles, combined by the formula of Chan et al., which has no differences of large
-    numbers. ``values``: in total, TILE of them in each tile but the last."""
-    expert = tl.program_id(1).to(tl.int64)
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    local = tl.arange(0, BLOCK_R).to(tl.int64)
-    start = partials_ptr + expert * tiles * 3 * COUT
+@triton.jit
+def combined(start, c, values, tiles, COUT: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr):
+    """Mean and variance of all tiles ``[tiles, 3, COUT]``, by the formula of Chan et al., which has no differences of
+    large numbers. ``values``: in total, TILE of them in each tile but the last."""
+    local = tl.arange(0, PARTS).to(tl.int64)
     origin = tl.load(start + c, mask=c < COUT, other=0.0)[None, :]  # means relative to the first lose fewer digits
     whole = values.to(CT) + tl.zeros([BLOCK_C], CT)
-    total = tl.zeros([BLOCK_R, BLOCK_C], CT)
-    for first in range(0, tiles, BLOCK_R):
+    total = tl.zeros([PARTS, BLOCK_C], CT)
+    for first in range(0, tiles, PARTS):
         tile = first + local
         mask = (tile < tiles)[:, None] & (c < COUT)[None, :]
         counts = tl.minimum(values - tile * TILE, TILE).to(CT)[:, None]
@@ -170,8 +223,8 @@ def stats_kernel(
         away = tl.load(place, mask=mask, other=0.0) - origin + tl.load(place + COUT, mask=mask, other=0.0)
         total += tl.where(mask, counts * away, 0.0)
     centre = divide(tl.sum(total, axis=0), whole)
-    total = tl.zeros([BLOCK_R, BLOCK_C], CT)
-    for first in range(0, tiles, BLOCK_R):
+    total = tl.zeros([PARTS, BLOCK_C], CT)
+    for first in range(0, tiles, PARTS):
         tile = first + local
         mask = (tile < tiles)[:, None] & (c < COUT)[None, :]
         counts = tl.minimum(values - tile * TILE, TILE).to(CT)[:, None]
@@ -181,21 +234,22 @@ def stats_kernel(
         squares = tl.load(place + 2 * COUT, mask=mask, other=0.0)
         total += tl.where(mask, squares + counts * away * away, 0.0)
     mean = tl.load(start + c, mask=c < COUT, other=0.0) + centre
-    tl.store(mean_ptr + expert * COUT + c, mean, mask=c < COUT)
-    tl.store(var_ptr + expert * COUT + c, divide(tl.sum(total, axis=0), whole), mask=c < COUT)
+    return mean, divide(tl.sum(total, axis=0), whole)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_x_kernel(
-    grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr, x_ptr, weight_ptr, scale_ptr, shift_ptr, gate_ptr,
-    dx_ptr, sums_ptr, gate_sums_ptr, B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32,
+    grad_ptr, y_ptr, of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps: tl.float64, x_ptr, weight_ptr,
+    scale_ptr, shift_ptr, gate_ptr, dx_ptr, dscale_ptr, dshift_ptr, dgate_ptr, sums_ptr, gate_sums_ptr, tickets_ptr,
+    B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32,
     CIN: tl.constexpr, COUT: tl.constexpr, KSIZE: tl.constexpr, STRIDE: tl.constexpr, DEPTHWISE: tl.constexpr,
     RELU: tl.constexpr, SHARED: tl.constexpr, TOGETHER: tl.constexpr, ONE_AFFINE: tl.constexpr,
     W_CHANNEL: tl.constexpr, W_TAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of BLOCK_N channels of BLOCK_M pixels of x, and their share in the gradients of scale and shift
-    (``sums_ptr``) and of the gates (``gate_sums_ptr``; then all pixels are from one image).
+    """Gradient of BLOCK_N channels of BLOCK_M pixels of x, and their part of the gradients of scale and shift
+    (``sums_ptr``) and of the gates (``gate_sums_ptr``; then all pixels are from one image), which the last program adds
+    up.
 
     SHARED: one x for all experts, whose gradients are added, in a single sum if they have the same z (TOGETHER).
     """
@@ -245,8 +299,9 @@ def backward_x_kernel(
                 tap = dy * KSIZE + dx
                 inside = channel[None, :] & (((bits >> tap) & 1) != 0)[:, None]
                 level, slope, mean = grad_columns(
-                    grad_mean_ptr, grad_var_ptr, mean_ptr, other * COUT + n, channel, share, CT
-                )
+                    of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps, other * COUT + n, channel, share,
+                    CT,
+                )  # fmt: skip
                 offsets = (base + step * COUT)[:, None] + n[None, :]
                 g = grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT)
                 g = rounded(g, x_ptr.dtype.element_ty).to(CT)
@@ -263,8 +318,9 @@ def backward_x_kernel(
                 tap = dy * KSIZE + dx
                 inside = known[None, :] & (((bits[:, None] >> tap[None, :]) & 1) != 0)
                 level, slope, mean = grad_columns(
-                    grad_mean_ptr, grad_var_ptr, mean_ptr, other * COUT + co, known, share, CT
-                )
+                    of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps, other * COUT + co, known, share,
+                    CT,
+                )  # fmt: skip
                 offsets = base[:, None] + (step * COUT + co)[None, :]
                 g = grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT)
                 g = rounded(g, x_ptr.dtype.element_ty).to(DT)
@@ -300,20 +356,42 @@ def backward_x_kernel(
         of_x += dz
     if dx_ptr is not None:
         tl.store(dx_ptr + place, rounded(of_x, dx_ptr.dtype.element_ty), mask=mask)
+    column = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
+    columns = tl.num_programs(1) * tl.num_programs(2)
+    if sums_ptr is not None:
+        if is_last(tickets_ptr + column, tl.num_programs(0)):
+            programs = tl.num_programs(0).to(tl.int64)
+            if ONE_AFFINE:
+                rows = programs * (1 if TOGETHER else E)
+                store_sums(dscale_ptr, n, sums_ptr, rows, 2 * CIN, n, channel, BLOCK_N, CT)
+                store_sums(dshift_ptr, n, sums_ptr + CIN, rows, 2 * CIN, n, channel, BLOCK_N, CT)
+            else:
+                for each in range(parts):
+                    c = (begin + each) * CIN + n
+                    step = E.to(tl.int64) * (2 * CIN)
+                    store_sums(dscale_ptr, c, sums_ptr, programs, step, c, channel, BLOCK_N, CT)
+                    store_sums(dshift_ptr, c, sums_ptr, programs, step, E * CIN + c, channel, BLOCK_N, CT)
+    if gate_sums_ptr is not None:
+        parts_of_image = tl.cdiv(HO * WO, BLOCK_M) * PARITIES
+        if is_last(tickets_ptr + columns + group * columns + column, parts_of_image):
+            for each in range(parts):
+                c = (group * E + begin + each) * CIN + n
+                store_sums(dgate_ptr, c, gate_sums_ptr, parts_of_image, B * E * CIN, c, channel, BLOCK_N, CT)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_weight_kernel(
-    grad_ptr, y_ptr, grad_mean_ptr, grad_var_ptr, mean_ptr, x_ptr, scale_ptr, shift_ptr, gate_ptr, sums_ptr,
+    grad_ptr, y_ptr, of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps: tl.float64, x_ptr, scale_ptr,
+    shift_ptr, gate_ptr, sums_ptr, tickets_ptr, dweight_ptr, dbias_ptr, dnorm_weight_ptr, dnorm_bias_ptr,
     B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32, chunk: tl.int64,
     CIN: tl.constexpr, COUT: tl.constexpr, KSIZE: tl.constexpr, STRIDE: tl.constexpr,
     DEPTHWISE: tl.constexpr, RELU: tl.constexpr, SHARED: tl.constexpr, ONE_AFFINE: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_J: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """The share of ``chunk`` pixels in BLOCK_O x BLOCK_J of the weight's gradient; for depthwise weights, in one tap of
+    """The part of ``chunk`` pixels in BLOCK_O x BLOCK_J of the weight's gradient; for depthwise weights, in one tap of
     BLOCK_O channels. Programs of the first columns also compute the bias. Parts are [weight, bias], one after the
-    other."""
+    other; the last program adds them up. The gradients of a batch norm's weight and bias need no sums."""
     HO, WO = (H + STRIDE - 1) // STRIDE, (W + STRIDE - 1) // STRIDE
     KK: tl.constexpr = KSIZE * KSIZE
     DEPTH: tl.constexpr = KK if DEPTHWISE else KK * CIN  # weights of one output channel
@@ -336,8 +414,8 @@ def backward_weight_kernel(
         shift = tl.load(shift_ptr + affine + channels, mask=known, other=0.0)
     share = divide(tl.full([], 1, CT), (B * HO * WO).to(CT))
     level, slope, mean = grad_columns(
-        grad_mean_ptr, grad_var_ptr, mean_ptr, expert * COUT + o, output, share, CT
-    )  # fmt: skip
+        of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps, expert * COUT + o, output, share, CT
+    )
     total = tl.zeros([BLOCK_O, BLOCK_J], CT)
     of_taps = tl.zeros([BLOCK_O], CT)
     of_bias = tl.zeros([BLOCK_O], CT)
@@ -364,44 +442,44 @@ def backward_weight_kernel(
             else:
                 total = product(tl.trans(g.to(DT)), z, total, PRECISION)
     WIDTH: tl.constexpr = COUT * ((DEPTH if WEIGHT else 0) + (1 if BIAS else 0))  # of a part, for each expert
-    ptr = sums_ptr + part * E * WIDTH
+    step = E.to(tl.int64) * WIDTH
+    weights = (expert * COUT + o) * DEPTH
+    biases = E.to(tl.int64) * (COUT * DEPTH if WEIGHT else 0) + expert * COUT + o
+    place = (j % CIN * KK + j // CIN)[None, :]
+    here = output[:, None] & (j < DEPTH)[None, :]
+    ptr = sums_ptr + part * step
     if WEIGHT:
-        weights = ptr + (expert * COUT + o) * DEPTH
         if DEPTHWISE:
-            tl.store(weights + column, of_taps, mask=output)
+            tl.store(ptr + weights + column, of_taps, mask=output)
         else:
-            place = (j % CIN * KK + j // CIN)[None, :]
-            tl.store(weights[:, None] + place, total, mask=output[:, None] & (j < DEPTH)[None, :])
+            tl.store(ptr + weights[:, None] + place, total, mask=here)
     if BIAS:
         if column == 0:
-            ptr += E.to(tl.int64) * (COUT * DEPTH if WEIGHT else 0)
-            tl.store(ptr + expert * COUT + o, of_bias, mask=output)
-
-
-@triton.jit(do_not_specialize=["weights", "biases", "affines", "gates", "weight_parts", "affine_parts", "gate_parts"])
-def sums_kernel(
-    weight_sums_ptr, affine_sums_ptr, gate_sums_ptr, dweight_ptr, dbias_ptr, dscale_ptr, dshift_ptr, dgate_ptr,
-    weights: tl.int64, biases: tl.int64, affines: tl.int64, gates: tl.int64, weight_parts: tl.int64,
-    affine_parts: tl.int64, gate_parts: tl.int64, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
-):  # fmt: skip
-    """Adds up the parts of all gradients but that of x. Grid axis 1: weight and bias, scale and shift, gates."""
-    what = tl.program_id(1)
-    c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    if weight_sums_ptr is not None:
-        if what == 0:
-            found = column_sums(weight_sums_ptr, weight_parts, c, weights + biases, BLOCK_R, BLOCK_C, CT)
-            if dweight_ptr is not None:
-                store_part(dweight_ptr, c, 0, weights, found)
-            if dbias_ptr is not None:
-                store_part(dbias_ptr, c, weights, weights + biases, found)
-    if affine_sums_ptr is not None:
-        if what == 1:
-            found = column_sums(affine_sums_ptr, affine_parts, c, 2 * affines, BLOCK_R, BLOCK_C, CT)
-            if dscale_ptr is not None:
-                store_part(dscale_ptr, c, 0, affines, found)
-            if dshift_ptr is not None:
-                store_part(dshift_ptr, c, affines, 2 * affines, found)
-    if gate_sums_ptr is not None:
-        if what == 2:
-            found = column_sums(gate_sums_ptr, gate_parts, c, gates, BLOCK_R, BLOCK_C, CT)
-            store_part(dgate_ptr, c, 0, gates, found)
+            tl.store(ptr + biases, of_bias, mask=output)
+    if var_ptr is not None:
+        if (part == 0) & (column == 0):
+            c = expert * COUT + o
+            of_scale, of_shift, inverse, _ = norm_columns(
+                of_var_ptr, of_mean_ptr, mean_ptr, var_ptr, c, output, eps, CT
+            )
+            if dnorm_weight_ptr is not None:
+                tl.store(
+                    dnorm_weight_ptr + c, rounded(of_scale * inverse, dnorm_weight_ptr.dtype.element_ty), mask=output
+                )
+            if dnorm_bias_ptr is not None:
+                tl.store(dnorm_bias_ptr + c, rounded(of_shift, dnorm_bias_ptr.dtype.element_ty), mask=output)
+    parts = tl.num_programs(0)
+    if is_last(tickets_ptr + tl.program_id(1) * tl.num_programs(2) + tl.program_id(2), parts):
+        if WEIGHT:
+            if DEPTHWISE:
+                c = weights + column
+                store_sums(dweight_ptr, c, sums_ptr, parts, step, c, output, BLOCK_O, CT)
+            else:
+                found = tl.zeros([BLOCK_O, BLOCK_J], CT)
+                for each in range(parts):
+                    found += tl.load(sums_ptr + each * step + weights[:, None] + place, mask=here, other=0.0)
+                found = rounded(found, dweight_ptr.dtype.element_ty)
+                tl.store(dweight_ptr + weights[:, None] + place, found, mask=here)
+        if BIAS:
+            if column == 0:
+                store_sums(dbias_ptr, expert * COUT + o, sums_ptr, parts, step, biases, output, BLOCK_O, CT)

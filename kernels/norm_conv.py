@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from fastmod.kernels._common import OPTIONS, compute_type, guard
-from fastmod.kernels._images import IEEE, TF32_THRICE, innermost, power, precision, refuse, sums_tile
-from fastmod.kernels._norm_conv import (
-    backward_weight_kernel,
-    backward_x_kernel,
-    forward_kernel,
-    stats_kernel,
-    sums_kernel,
-)
+from fastmod.kernels._common import OPTIONS, compute_type, guard, tickets_for
+from fastmod.kernels._images import IEEE, TF32_THRICE, innermost, power, precision, refuse
+from fastmod.kernels._norm_conv import backward_weight_kernel, backward_x_kernel, forward_kernel
 from fastmod.kernels.masked_linear import factor_type
 from torch import Tensor
 
@@ -26,8 +20,30 @@ from fastmod.ops.norm_conv import out_shape
 
 #: Parts of the weight's gradient: no more programs than a large GPU needs, and at least so many pixels per part.
 PROGRAMS, LEAST_PIXELS = 512, 512
-#: Tiles of statistics and channels per step.
-STATS_TILE = {"BLOCK_R": 32, "BLOCK_C": 32}
+
+
+class Norm(NamedTuple):
+    """The batch norm that follows a convolution, in training; parameters, results and statistics ``[E, Cout]``."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    batches: Tensor | None
+    momentum: float
+    eps: float
+    scale: Tensor
+    shift: Tensor
+
+
+class NormGrad(NamedTuple):
+    """The same in the backward: what the forward has kept, and where the gradients of the parameters go."""
+
+    var: Tensor
+    scale: Tensor
+    eps: float
+    of_weight: Tensor | None
+    of_bias: Tensor | None
 
 
 def pixel_tile(columns: int, depthwise: bool, factors: tl.dtype, rows: int = 64) -> dict[str, int]:
@@ -92,7 +108,7 @@ def _affine_shapes(x: Tensor, weight: Tensor) -> list[tuple[int, ...]]:
     return shapes if x.dim() == 5 else [*shapes, (1, x.shape[-3])]
 
 
-def norm_conv_forward(
+def launch_forward(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None,
@@ -103,8 +119,10 @@ def norm_conv_forward(
     stride: int,
     depthwise: bool,
     stats: bool,
+    norm: Norm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x ``[B, E, Cin, H, W]`` or ``[B, Cin, H, W]`` -> y ``[B, E, Cout, H', W']``, mean and var ``[E, Cout]``."""
+    """y ``[B, E, Cout, H', W']``, mean and var ``[E, Cout]``; one launch, which also writes what is in ``norm``. An
+    empty batch, which has no statistics, writes nothing there."""
     experts, outputs, channels = *weight.shape[:2], x.shape[-3]
     affines = _affine_shapes(x, weight)
     _refuse(
@@ -122,21 +140,45 @@ def norm_conv_forward(
     mean, var = (x.new_empty((experts, outputs) if stats else (0,), dtype=wide) for _ in range(2))
     (sizes, values), constants = _sizes(x, weight, stride), _constants(x, weight, scale, relu, stride, depthwise)
     blocks = pixel_tile(outputs, depthwise, constants["DT"])
-    tiles = triton.cdiv(values, blocks["BLOCK_M"])
-    partials = x.new_empty((experts, tiles, 3, outputs), dtype=wide) if stats else None
+    tiles, columns = triton.cdiv(values, blocks["BLOCK_M"]), triton.cdiv(outputs, blocks["BLOCK_N"])
     kernel, strides = _weight_strides(weight, depthwise)
+    running = None if norm is None else norm.running_mean
     with guard(x):
-        forward_kernel[(tiles, experts, triton.cdiv(outputs, blocks["BLOCK_N"]))](
+        forward_kernel[(tiles, experts, columns)](
             x_ptr=innermost(x), weight_ptr=kernel, scale_ptr=_contiguous(scale), shift_ptr=_contiguous(shift),
-            gate_ptr=_contiguous(channel_gate), bias_ptr=_contiguous(bias), y_ptr=y, partials_ptr=partials,
-            **sizes, **constants, **strides, **blocks,
+            gate_ptr=_contiguous(channel_gate), bias_ptr=_contiguous(bias), y_ptr=y,
+            partials_ptr=x.new_empty((experts, tiles, 3, outputs), dtype=wide) if stats else None,
+            tickets_ptr=tickets_for(x, experts * columns) if stats else None, mean_ptr=mean, var_ptr=var,
+            bessel=values / max(values - 1, 1), RT=tl.float32 if running is None else compute_type(running),
+            **_norm_args(norm), **sizes, **constants, **strides, **blocks,
         )  # fmt: skip
-        if partials is not None:
-            stats_kernel[(triton.cdiv(outputs, STATS_TILE["BLOCK_C"]), experts)](
-                partials_ptr=partials, mean_ptr=mean, var_ptr=var, values=values, tiles=tiles, COUT=outputs,
-                TILE=blocks["BLOCK_M"], CT=constants["CT"], **STATS_TILE, **OPTIONS,
-            )  # fmt: skip
     return y, mean, var
+
+
+def _norm_args(norm: Norm | None) -> dict[str, Any]:
+    found: Any = [None] * 7 + [0.0, 0.0]
+    if norm is not None:
+        parameters = _contiguous(norm.weight), _contiguous(norm.bias)
+        kept = norm.running_mean, norm.running_var, norm.batches
+        found = [*parameters, norm.scale, norm.shift, *kept, norm.momentum, norm.eps]
+    names = ("norm_weight", "norm_bias", "norm_scale", "norm_shift", "running_mean", "running_var", "batches")
+    return dict(zip((*(f"{name}_ptr" for name in names), "momentum", "eps"), found, strict=True))
+
+
+def norm_conv_forward(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    channel_gate: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
+    stride: int,
+    depthwise: bool,
+    stats: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x ``[B, E, Cin, H, W]`` or ``[B, Cin, H, W]`` -> y ``[B, E, Cout, H', W']``, mean and var ``[E, Cout]``."""
+    return launch_forward(x, weight, scale, shift, channel_gate, bias, relu, stride, depthwise, stats)
 
 
 def norm_conv_backward(
@@ -156,6 +198,30 @@ def norm_conv_backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     """Gradients of x, weight, scale, shift, channel_gate and bias; empty where not needed."""
+    return launch_backward(
+        grad, grad_mean, grad_var, y, mean, x, weight, scale, shift, channel_gate, relu, stride, depthwise, needs
+    )
+
+
+def launch_backward(
+    grad: Tensor,
+    grad_mean: Tensor | None,
+    grad_var: Tensor | None,
+    y: Tensor | None,
+    mean: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    channel_gate: Tensor | None,
+    relu: bool,
+    stride: int,
+    depthwise: bool,
+    needs: Sequence[bool],
+    norm: NormGrad | None = None,
+) -> list[Tensor]:
+    """As ``norm_conv_backward``, in two launches. With ``norm`` the gradients of its shift and scale stand for those of
+    mean and var."""
     experts, outputs, channels = *weight.shape[:2], x.shape[-3]
     affines, of_y = _affine_shapes(x, weight), [out_shape(x, weight, stride)]
     per_output = [(experts, outputs)]
@@ -164,6 +230,8 @@ def norm_conv_backward(
         grad_mean=(grad_mean, per_output), grad_var=(grad_var, per_output), mean=(mean, per_output),
         scale=(scale, affines), shift=(shift, affines if scale is None else [tuple(scale.shape)]),
         channel_gate=(channel_gate, [(x.shape[0], experts, channels)]),
+        var=(None if norm is None else norm.var, per_output),
+        norm_scale=(None if norm is None else norm.scale, per_output),
     )  # fmt: skip
     if (scale is None) != (shift is None) or (grad_var is not None and (y is None or mean is None)):
         raise ValueError("expected scale and shift, grad_var, y and mean: all or none")
@@ -177,18 +245,17 @@ def norm_conv_backward(
     (sizes, values), constants = _sizes(x, weight, stride), _constants(x, weight, scale, relu, stride, depthwise)
     shared = {
         "grad_ptr": innermost(grad), "y_ptr": None if grad_var is None or y is None else innermost(y),
-        "grad_mean_ptr": _contiguous(grad_mean), "grad_var_ptr": _contiguous(grad_var),
-        "mean_ptr": None if grad_var is None else _contiguous(mean), "x_ptr": innermost(x),
-        "scale_ptr": _contiguous(scale), "shift_ptr": _contiguous(shift), "gate_ptr": _contiguous(channel_gate),
-        **sizes, **constants,
+        "of_mean_ptr": _contiguous(grad_mean), "of_var_ptr": _contiguous(grad_var),
+        "mean_ptr": None if grad_var is None else _contiguous(mean),
+        "var_ptr": None if norm is None else _contiguous(norm.var),
+        "norm_scale_ptr": None if norm is None else _contiguous(norm.scale),
+        "eps": 0.0 if norm is None else norm.eps, "x_ptr": innermost(x), "scale_ptr": _contiguous(scale),
+        "shift_ptr": _contiguous(shift), "gate_ptr": _contiguous(channel_gate), **sizes, **constants,
     }  # fmt: skip
-    wide = compute_dtype(x)
-    sums: dict[str, Any] = dict.fromkeys(("weight_sums_ptr", "affine_sums_ptr", "gate_sums_ptr"))
-    counts = dict.fromkeys(("weight_parts", "affine_parts", "gate_parts"), 0)
+    dx, dweight, dscale, dshift, dgate, dbias = (each if each.numel() > 0 else None for each in found)
     with guard(x):
         if need_x or need_scale or need_shift or need_gate:
-            dx = found[0] if need_x else None
-            counts |= _input(x, weight, scale, shared, dx, need_scale or need_shift, need_gate, sums)
+            _input(x, weight, shared, dx, dscale, dshift, dgate)
         if need_weight or need_bias:
             depth = weight[0, 0].numel()
             blocks = weight_tile(outputs, depth, depthwise, constants["DT"])
@@ -198,26 +265,14 @@ def norm_conv_backward(
             most = max(PROGRAMS // (columns * experts), 1)
             chunk = triton.cdiv(values, min(most, triton.cdiv(values, LEAST_PIXELS)))
             chunk = triton.cdiv(chunk, blocks["BLOCK_P"]) * blocks["BLOCK_P"]
-            parts = counts["weight_parts"] = triton.cdiv(values, chunk)
-            weights = weight.numel() if need_weight else 0
-            width = weights + (experts * outputs if need_bias else 0)
-            sums["weight_sums_ptr"] = x.new_empty((parts, width), dtype=wide)
+            parts = triton.cdiv(values, chunk)
+            width = (weight.numel() if need_weight else 0) + (experts * outputs if need_bias else 0)
             backward_weight_kernel[(parts, experts, columns)](
-                sums_ptr=sums["weight_sums_ptr"], chunk=chunk, WEIGHT=need_weight, BIAS=need_bias,
-                **blocks, **shared,
-            )  # fmt: skip
-        if any(counts.values()):
-            sizes = {
-                "weights": weight.numel() if need_weight else 0, "biases": experts * outputs if need_bias else 0,
-                "affines": scale.numel() if scale is not None and (need_scale or need_shift) else 0,
-                "gates": channel_gate.numel() if channel_gate is not None and need_gate else 0,
-            }  # fmt: skip
-            most = max(sizes["weights"] + sizes["biases"], 2 * sizes["affines"], sizes["gates"])
-            results = {"dweight_ptr": 1, "dscale_ptr": 2, "dshift_ptr": 3, "dgate_ptr": 4, "dbias_ptr": 5}
-            step = sums_tile(max(counts.values()))
-            sums_kernel[(triton.cdiv(most, step["BLOCK_C"]), 3)](
-                **sums, **{name: found[i] if found[i].numel() else None for name, i in results.items()},
-                **sizes, **counts, CT=constants["CT"], **step, **OPTIONS,
+                sums_ptr=x.new_empty((parts, width), dtype=compute_dtype(x)),
+                tickets_ptr=tickets_for(x, experts * columns), dweight_ptr=dweight, dbias_ptr=dbias,
+                dnorm_weight_ptr=None if norm is None else norm.of_weight,
+                dnorm_bias_ptr=None if norm is None else norm.of_bias, chunk=chunk, WEIGHT=need_weight,
+                BIAS=need_bias, **blocks, **shared,
             )  # fmt: skip
     return found
 
@@ -225,37 +280,35 @@ def norm_conv_backward(
 def _input(
     x: Tensor,
     weight: Tensor,
-    scale: Tensor | None,
     shared: dict[str, Any],
     dx: Tensor | None,
-    need_affine: bool,
-    need_gate: bool,
-    sums: dict[str, Any],
-) -> dict[str, int]:
-    """Launches ``backward_x_kernel``; enters its partial sums into ``sums`` and returns how many parts they have."""
+    dscale: Tensor | None,
+    dshift: Tensor | None,
+    dgate: Tensor | None,
+) -> None:
+    """Launches ``backward_x_kernel``."""
     batch, experts, channels, stride = shared["B"], shared["E"], shared["CIN"], shared["STRIDE"]
     one = x.dim() == 4
-    together = one and shared["gate_ptr"] is None and (scale is None or scale.shape[0] == 1)
+    together = one and shared["gate_ptr"] is None and (shared["scale_ptr"] is None or shared["ONE_AFFINE"])
     of_parity = triton.cdiv(shared["H"], stride) * triton.cdiv(shared["W"], stride)
-    rows = of_parity if need_gate else batch * of_parity
+    rows = of_parity if dgate is not None else batch * of_parity
     blocks = pixel_tile(channels, shared["DEPTHWISE"], shared["DT"], power(rows, 16, 64))
     tiles = triton.cdiv(rows, blocks["BLOCK_M"])
-    programs = tiles * stride * stride * (batch if need_gate else 1)
-    wide = compute_dtype(x)
-    counts = {}
-    if need_affine and scale is not None:
-        each = 1 if together else experts
-        counts["affine_parts"] = programs * each if shared["ONE_AFFINE"] else programs
-        sums["affine_sums_ptr"] = x.new_empty((programs * each * 2 * channels,), dtype=wide)
-    if need_gate:
-        counts["gate_parts"] = tiles * stride * stride
-        sums["gate_sums_ptr"] = x.new_empty((counts["gate_parts"] * batch * experts * channels,), dtype=wide)
+    programs = tiles * stride * stride * (batch if dgate is not None else 1)
+    wide, sums, gate_sums = compute_dtype(x), None, None
+    if dscale is not None or dshift is not None:
+        sums = x.new_empty((programs * (1 if together else experts) * 2 * channels,), dtype=wide)
+    if dgate is not None:
+        gate_sums = x.new_empty((tiles * stride * stride * dgate.numel(),), dtype=wide)
     kernel, weight_strides = _weight_strides(weight, shared["DEPTHWISE"])
-    backward_x_kernel[(programs, 1 if one else experts, triton.cdiv(channels, blocks["BLOCK_N"]))](
-        weight_ptr=kernel, dx_ptr=dx, sums_ptr=sums["affine_sums_ptr"], gate_sums_ptr=sums["gate_sums_ptr"],
-        TOGETHER=together, **weight_strides, **shared, **blocks,
+    columns = triton.cdiv(channels, blocks["BLOCK_N"])
+    tickets = (1 if one else experts) * columns * (1 if dgate is None else 1 + batch)
+    summed = sums is not None or gate_sums is not None
+    backward_x_kernel[(programs, 1 if one else experts, columns)](
+        weight_ptr=kernel, dx_ptr=dx, dscale_ptr=dscale, dshift_ptr=dshift, dgate_ptr=dgate, sums_ptr=sums,
+        gate_sums_ptr=gate_sums, tickets_ptr=tickets_for(x, tickets) if summed else None, TOGETHER=together,
+        **weight_strides, **shared, **blocks,
     )  # fmt: skip
-    return counts
 
 
 # ---- What `fastmod compile` builds of this file, and the tests check
@@ -282,20 +335,27 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         strides = {"W_CHANNEL": size * size, "W_TAP": 1}
         affine = {"scale_ptr": w if every else None, "shift_ptr": w if every else None}
         read = {"x_ptr": p, "gate_ptr": p if every else None, **affine, **constants}
-        grads = dict.fromkeys(("grad_mean_ptr", "grad_var_ptr", "mean_ptr"), w if every else None)
-        grads |= {"grad_ptr": p, "y_ptr": p if every else None}
+        of_norm = ("of_mean_ptr", "of_var_ptr", "mean_ptr", "var_ptr", "norm_scale_ptr")
+        grads = dict.fromkeys(of_norm, w if every else None)
+        grads |= {"grad_ptr": p, "y_ptr": p if every else None, "tickets_ptr": "*i32"}
+        of_dtype = ("norm_weight_ptr", "norm_bias_ptr", "running_mean_ptr", "running_var_ptr")
+        norm = dict.fromkeys(of_dtype, p if every else None)
+        of_sums = ("partials_ptr", "mean_ptr", "var_ptr", "norm_scale_ptr", "norm_shift_ptr")
+        norm |= dict.fromkeys(of_sums, w if every else None)
         forward = {
-            **read, **strides, "weight_ptr": p, "bias_ptr": p if every else None, "y_ptr": p,
-            "partials_ptr": w if every else None, **pixel_tile(outputs, depthwise, dtype.element),
+            **read, **strides, **norm, "weight_ptr": p, "bias_ptr": p if every else None, "y_ptr": p,
+            "tickets_ptr": "*i32" if every else None, "batches_ptr": "*i64" if every else None,
+            "RT": dtype.compute, **pixel_tile(outputs, depthwise, dtype.element),
         }  # fmt: skip
+        sums = dict.fromkeys(("sums_ptr", "gate_sums_ptr", "dscale_ptr", "dshift_ptr"), w if every else None)
         backward_x = {
-            **read, **grads, **strides, "weight_ptr": p, "dx_ptr": p, "sums_ptr": w if every else None,
-            "gate_sums_ptr": w if every else None, "TOGETHER": shared,
-            **pixel_tile(inputs, depthwise, dtype.element),
+            **read, **grads, **strides, **sums, "weight_ptr": p, "dx_ptr": p, "dgate_ptr": p if every else None,
+            "TOGETHER": shared, **pixel_tile(inputs, depthwise, dtype.element),
         }  # fmt: skip
         backward_weight = {
-            **read, **grads, "sums_ptr": w, "WEIGHT": True, "BIAS": every,
-            **weight_tile(outputs, depth, depthwise, dtype.element),
+            **read, **grads, "sums_ptr": w, "dweight_ptr": p, "dbias_ptr": p if every else None,
+            **dict.fromkeys(("dnorm_weight_ptr", "dnorm_bias_ptr"), w if every else None), "WEIGHT": True,
+            "BIAS": every, **weight_tile(outputs, depth, depthwise, dtype.element),
         }  # fmt: skip
         found += [
             Specialisation(kernel, values, OPTIONS, case, exact)
@@ -305,11 +365,4 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
                 (backward_weight_kernel, backward_weight),
             )
         ]
-    stats = {"partials_ptr": w, "mean_ptr": w, "var_ptr": w, "COUT": 64, "TILE": 64, "CT": dtype.compute, **STATS_TILE}
-    sums = {
-        **dict.fromkeys(("weight_sums_ptr", "affine_sums_ptr", "gate_sums_ptr", "dscale_ptr", "dshift_ptr"), w),
-        **dict.fromkeys(("dweight_ptr", "dbias_ptr", "dgate_ptr"), p), "CT": dtype.compute, **sums_tile(100),
-    }  # fmt: skip
-    if dtype.is_wide:  # it is never mixed with another dtype
-        found.append(Specialisation(stats_kernel, stats, OPTIONS))
-    return [*found, Specialisation(sums_kernel, sums, OPTIONS)]
+    return found

@@ -7,9 +7,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from fastmod.kernels._common import OPTIONS, compute_type, divide, guard
-from fastmod.kernels._images import innermost, per_column, rectified, refuse, sums_tile, through
-from fastmod.kernels.norm_conv import sums_kernel
+from fastmod.kernels._common import OPTIONS, compute_type, divide, guard, tickets_for
+from fastmod.kernels._images import innermost, is_last, per_column, rectified, refuse, store_sums, through
 from fastmod.kernels.norm_sum import tile
 from torch import Tensor
 
@@ -45,11 +44,12 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    grad_ptr, x_ptr, scale_ptr, shift_ptr, dx_ptr, sums_ptr, E: tl.int32, PIXELS: tl.int32, C: tl.constexpr,
-    RELU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
+    grad_ptr, x_ptr, scale_ptr, shift_ptr, dx_ptr, dscale_ptr, dshift_ptr, sums_ptr, tickets_ptr, E: tl.int32,
+    PIXELS: tl.int32, C: tl.constexpr, RELU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    CT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, and the share of this image in those of scale and shift. Every pixel has the same gradient.
-    Leaving it out of the sums makes them counts, which are exact, and sums of x."""
+    """The gradient of x, and this image's part of those of scale and shift, which the last program adds up. Every pixel
+    has the same gradient. Leaving it out of the sums makes them counts, which are exact, and sums of x."""
     image = tl.program_id(0).to(tl.int64)  # of [B, E]
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     channel = c < C
@@ -83,6 +83,10 @@ def backward_kernel(
         at = sums_ptr + image // E * 2 * apart + columns  # [B, 2, E, C]
         tl.store(at, tl.sum(total, axis=0) * factor, mask=channel)
         tl.store(at + apart, passed * factor, mask=channel)
+        batch = tl.num_programs(0) // E
+        if is_last(tickets_ptr + image % E * tl.num_programs(1) + tl.program_id(1), batch):
+            store_sums(dscale_ptr, columns, sums_ptr, batch, 2 * apart, columns, channel, BLOCK_C, CT)
+            store_sums(dshift_ptr, columns, sums_ptr + apart, batch, 2 * apart, columns, channel, BLOCK_C, CT)
 
 
 def _arguments(x: Tensor, scale: Tensor, shift: Tensor, relu: bool) -> dict[str, Any]:
@@ -121,19 +125,12 @@ def norm_pool_backward(
         return [each.zero_() for each in found]
     dx, dscale, dshift = (each if need else None for need, each in zip(needs, found, strict=True))
     sums = x.new_empty((batch, 2, experts, channels), dtype=compute_dtype(x)) if needs[1] or needs[2] else None
+    columns = triton.cdiv(channels, shared["BLOCK_C"])
     with guard(x):
-        backward_kernel[(batch * experts, triton.cdiv(channels, shared["BLOCK_C"]))](
-            grad_ptr=grad.contiguous(), dx_ptr=dx, sums_ptr=sums, **shared
-        )
-        if sums is not None:
-            others = ("weight_sums_ptr", "gate_sums_ptr", "dweight_ptr", "dbias_ptr", "dgate_ptr")
-            numbers = ("weights", "biases", "gates", "weight_parts", "gate_parts")
-            step = sums_tile(batch)
-            sums_kernel[(triton.cdiv(2 * experts * channels, step["BLOCK_C"]), 2)](
-                affine_sums_ptr=sums, dscale_ptr=dscale, dshift_ptr=dshift, affines=experts * channels,
-                affine_parts=batch, **dict.fromkeys(others), **dict.fromkeys(numbers, 0), CT=shared["CT"], **step,
-                **OPTIONS,
-            )  # fmt: skip
+        backward_kernel[(batch * experts, columns)](
+            grad_ptr=grad.contiguous(), dx_ptr=dx, dscale_ptr=dscale, dshift_ptr=dshift, sums_ptr=sums,
+            tickets_ptr=None if sums is None else tickets_for(x, experts * columns), **shared,
+        )  # fmt: skip
     return found
 
 
@@ -148,7 +145,8 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             "x_ptr": p, "scale_ptr": w, "shift_ptr": w, "C": channels, "RELU": True, "CT": dtype.compute,
             **tile(channels, 64, dtype.compute),
         }  # fmt: skip
-        backward = {**shared, "grad_ptr": p, "dx_ptr": p, "sums_ptr": w}
+        sums = dict.fromkeys(("sums_ptr", "dscale_ptr", "dshift_ptr"), w)
+        backward = {**shared, **sums, "grad_ptr": p, "dx_ptr": p, "tickets_ptr": "*i32"}
         found.append(Specialisation(forward_kernel, {**shared, "out_ptr": p}, OPTIONS, case))
         found.append(Specialisation(backward_kernel, backward, OPTIONS, case))
     return found

@@ -11,16 +11,17 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from fastmod.kernels._common import OPTIONS, compute_type, guard
+from fastmod.kernels._common import OPTIONS, compute_type, guard, tickets_for
 from fastmod.kernels._images import (
-    column_sums,
+    PARTS,
     innermost,
+    is_last,
     per_column,
     power,
     rectified,
     refuse,
-    store_part,
-    sums_tile,
+    rounded,
+    store_sums,
     through,
 )
 from torch import Tensor
@@ -78,19 +79,20 @@ def forward_kernel(
         if gate_ptr is not None:
             total += u * tl.load(gate_ptr + b * E + expert, mask=row, other=0.0).to(CT)[:, None]
         else:
-            tl.store(out_ptr + place, u, mask=mask)
+            tl.store(out_ptr + place, rounded(u, out_ptr.dtype.element_ty), mask=mask)
     if gate_ptr is not None:
-        tl.store(out_ptr + shared, total, mask=mask)
+        tl.store(out_ptr + shared, rounded(total, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     grad_ptr, x_ptr, scale_ptr, shift_ptr, residual_ptr, residual_scale_ptr, residual_shift_ptr, gate_ptr,
-    dx_ptr, dresidual_ptr, sums_ptr, gate_sums_ptr, B: tl.int64, E: tl.int32, PIXELS: tl.int32, C: tl.constexpr,
-    RELU: tl.constexpr, SHARED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
+    dx_ptr, dresidual_ptr, dscale_ptr, dshift_ptr, dresidual_scale_ptr, dresidual_shift_ptr, dgate_ptr, sums_ptr,
+    gate_sums_ptr, tickets_ptr, B: tl.int64, E: tl.int32, PIXELS: tl.int32, C: tl.constexpr, RELU: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and residual, and the share of these pixels in those of scales and shifts (``sums_ptr``) and of
-    gates (``gate_sums_ptr``; then all pixels are from one image)."""
+    """Gradients of x and residual, and these pixels' part of those of scales and shifts (``sums_ptr``) and of gates
+    (``gate_sums_ptr``; then all pixels are from one image), which the last program adds up."""
     part = tl.program_id(0).to(tl.int64)
     group = tl.full([], 0, tl.int64)
     rows = B * PIXELS
@@ -142,43 +144,40 @@ def backward_kernel(
             if residual_scale_ptr is not None:
                 tl.store(sums_ptr + at + 2 * apart, tl.sum(tl.where(mask, du * other, 0.0), axis=0), mask=channel)
         if dx_ptr is not None:
-            tl.store(dx_ptr + place, du * per_column(scale_ptr, 0, columns, channel, CT), mask=mask)
+            dx = du * per_column(scale_ptr, 0, columns, channel, CT)
+            tl.store(dx_ptr + place, rounded(dx, dx_ptr.dtype.element_ty), mask=mask)
         if dresidual_ptr is not None:
             if residual_scale_ptr is not None:
                 du *= per_column(residual_scale_ptr, 0, columns, channel, CT)
             if SHARED:
                 of_shared += du
             else:
-                tl.store(dresidual_ptr + place, du, mask=mask)
+                tl.store(dresidual_ptr + place, rounded(du, dresidual_ptr.dtype.element_ty), mask=mask)
     if SHARED:
         if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + shared, of_shared, mask=mask)
-
-
-@triton.jit(do_not_specialize=["parts", "affines", "gate_parts", "gates"])
-def sums_kernel(
-    sums_ptr, gate_sums_ptr, dscale_ptr, dshift_ptr, dresidual_scale_ptr, dresidual_shift_ptr, dgate_ptr,
-    parts: tl.int64, affines: tl.int64, gate_parts: tl.int64, gates: tl.int64,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
-):  # fmt: skip
-    """Adds up the parts of the gradients of scales and shifts, and on grid axis 1 of the gates. Both shifts have the
-    same gradient."""
-    c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+            tl.store(dresidual_ptr + shared, rounded(of_shared, dresidual_ptr.dtype.element_ty), mask=mask)
+    columns = tl.num_programs(1) * tl.num_programs(2)
     if sums_ptr is not None:
-        if tl.program_id(1) == 0:
-            found = column_sums(sums_ptr, parts, c, 3 * affines, BLOCK_R, BLOCK_C, CT)
-            if dscale_ptr is not None:
-                store_part(dscale_ptr, c, 0, affines, found)
-            if dshift_ptr is not None:
-                store_part(dshift_ptr, c, affines, 2 * affines, found)
-            if dresidual_shift_ptr is not None:
-                store_part(dresidual_shift_ptr, c, affines, 2 * affines, found)
-            if dresidual_scale_ptr is not None:
-                store_part(dresidual_scale_ptr, c, 2 * affines, 3 * affines, found)
+        programs, apart = tl.num_programs(0).to(tl.int64), E.to(tl.int64) * C
+        if is_last(tickets_ptr + tl.program_id(1) * tl.num_programs(2) + tl.program_id(2), programs):
+            for each in range(experts):
+                at, step = (begin + each) * C + c, 3 * apart
+                store_sums(dscale_ptr, at, sums_ptr, programs, step, at, channel, BLOCK_C, CT)
+                # Both shifts have the same gradient.
+                store_sums(dshift_ptr, at, sums_ptr + apart, programs, step, at, channel, BLOCK_C, CT)
+                store_sums(dresidual_shift_ptr, at, sums_ptr + apart, programs, step, at, channel, BLOCK_C, CT)
+                store_sums(dresidual_scale_ptr, at, sums_ptr + 2 * apart, programs, step, at, channel, BLOCK_C, CT)
     if gate_sums_ptr is not None:
-        if tl.program_id(1) == 1:
-            found = column_sums(gate_sums_ptr, gate_parts, c, gates, BLOCK_R, BLOCK_C, CT)
-            store_part(dgate_ptr, c, 0, gates, found)
+        of_image = tl.cdiv(PIXELS, BLOCK_R) * tl.num_programs(2)
+        if is_last(tickets_ptr + columns + group, of_image):
+            local = tl.arange(0, PARTS).to(tl.int64)
+            for expert in range(E):
+                total = tl.zeros([PARTS], CT)
+                for first in range(0, of_image, PARTS):
+                    at = ((first + local) * B + group) * E + expert
+                    total += tl.load(gate_sums_ptr + at, mask=first + local < of_image, other=0.0)
+                of_gate = rounded(tl.sum(total, axis=0), dgate_ptr.dtype.element_ty)
+                tl.store(dgate_ptr + group * E + expert, of_gate)
 
 
 def tile(channels: int, rows: int, wide: tl.dtype) -> dict[str, int]:
@@ -288,18 +287,12 @@ def norm_sum_backward(
     wide = compute_dtype(x)
     sums = x.new_empty((programs, 3, experts, channels), dtype=wide) if need_sums else None
     gate_sums = x.new_empty((tiles * columns, batch, experts), dtype=wide) if need_gate else None
+    tickets = one * columns + batch if need_sums or need_gate else 0
     with guard(x):
         backward_kernel[(programs, one, columns)](
-            grad_ptr=innermost(grad), sums_ptr=sums, gate_sums_ptr=gate_sums, **images, **shared, **blocks
-        )
-        if sums is not None or gate_sums is not None:
-            affines = experts * channels if need_sums else 0
-            gates = batch * experts if need_gate else 0
-            step = sums_tile(max(programs if need_sums else 0, tiles * columns))
-            sums_kernel[(triton.cdiv(max(3 * affines, gates), step["BLOCK_C"]), 2)](
-                sums_ptr=sums, gate_sums_ptr=gate_sums, parts=programs, affines=affines, gate_parts=tiles * columns,
-                gates=gates, **results, CT=shared["CT"], **step, **OPTIONS,
-            )  # fmt: skip
+            grad_ptr=innermost(grad), sums_ptr=sums, gate_sums_ptr=gate_sums,
+            tickets_ptr=tickets_for(x, tickets) if tickets else None, **images, **results, **shared, **blocks,
+        )  # fmt: skip
     return found
 
 
@@ -317,15 +310,11 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             "residual_shift_ptr": w if every else None, "gate_ptr": p if every else None, "RELU": True,
             "SHARED": every, "C": channels, "CT": dtype.compute, **tile(channels, 1 << 16, dtype.compute),
         }  # fmt: skip
+        names = ("dscale_ptr", "dshift_ptr", "dresidual_scale_ptr", "dresidual_shift_ptr")
         backward = {
-            **shared, "grad_ptr": p, "dx_ptr": p, "dresidual_ptr": p, "sums_ptr": w,
-            "gate_sums_ptr": w if every else None,
+            **shared, **dict.fromkeys(names, w), "grad_ptr": p, "dx_ptr": p, "dresidual_ptr": p, "sums_ptr": w,
+            "gate_sums_ptr": w if every else None, "dgate_ptr": p if every else None, "tickets_ptr": "*i32",
         }  # fmt: skip
         found.append(Specialisation(forward_kernel, {**shared, "out_ptr": p}, OPTIONS, case))
         found.append(Specialisation(backward_kernel, backward, OPTIONS, case))
-    results = ("dscale_ptr", "dshift_ptr", "dresidual_scale_ptr", "dresidual_shift_ptr")
-    sums = {
-        **dict.fromkeys(("sums_ptr", "gate_sums_ptr", *results), w), "dgate_ptr": p, "CT": dtype.compute,
-        **sums_tile(100),
-    }  # fmt: skip
-    return [*found, Specialisation(sums_kernel, sums, OPTIONS)]
+    return found

@@ -336,10 +336,15 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
     for (int64_t i = warp; i < m * tiles; i += kPlainThreads / kWarp) {
       const int64_t row = quotient(i, tiles), n0 = (i - row * tiles) * kSide;
       C sums[kSide] = {};
-      for (int64_t at = lane; at < d; at += kWarp) {
-        const C value = value_at(x, row * d + at);
+      for (int64_t at = lane; at < d;) {  // short sums first: rows are long here, and errors grow with a sum's length
+        C parts[kSide] = {};
+        for (const int64_t end = at + 16 * kWarp < d ? at + 16 * kWarp : d; at < end; at += kWarp) {
+          const C value = value_at(x, row * d + at);
 #pragma unroll
-        for (int j = 0; j < kSide; ++j) sums[j] += value * widen(g[(n0 + j < n ? n0 + j : n - 1) * d + at]);
+          for (int j = 0; j < kSide; ++j) parts[j] += value * widen(g[(n0 + j < n ? n0 + j : n - 1) * d + at]);
+        }
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) sums[j] += parts[j];
       }
 #pragma unroll
       for (int j = 0; j < kSide; ++j) {

@@ -1,8 +1,9 @@
 """Several independent convolutions, with the batch norms that follow them, in one launch.
 
 Computes what :func:`fastmod.ops.norm_conv` and :func:`fastmod.ops.batch_affine` compute one after the other. Where the
-CUDA kernels serve, a group takes one launch forward and two backward, and batch norm none of its own; elsewhere the two
-ops are called. The layers of experts and tasks are built on it; it is not public.
+CUDA kernels serve, a group takes one launch forward and two backward, and batch norm none of its own; in Triton that is
+what each convolution takes; elsewhere the two ops are called. The layers of experts and tasks are built on it; it is
+not public.
 """
 
 from __future__ import annotations
@@ -72,12 +73,18 @@ MOST = 4
 
 
 def served(x: Tensor) -> bool:
-    """Whether a group of convolutions is one launch for tensors like ``x``: only where CUDA C++ runs."""
+    """Whether convolutions and their batch norms share launches for tensors like ``x``: not on the CPU."""
+    return _server(x) is not None
+
+
+def _server(x: Tensor) -> str | None:
     if not isinstance(x, Tensor) or x.device.type == "meta":
-        return False
-    if not has_kernel("fastmod::norm_convs_forward", x.device.type):
-        return False
-    return backend.resolve("norm_conv", x) == "native"
+        return None
+    native = has_kernel("fastmod::norm_convs_forward", x.device.type)
+    if not native and x.is_cpu and not backend.triton_interprets():
+        return None
+    chosen = backend.resolve("norm_conv", x)
+    return chosen if chosen == "triton" or (native and chosen == "native") else None
 
 
 def norm_convs(convs: Sequence[Conv]) -> list[Found]:
@@ -88,8 +95,11 @@ def norm_convs(convs: Sequence[Conv]) -> list[Found]:
     if len(convs) > MOST:
         return norm_convs(convs[:MOST]) + norm_convs(convs[MOST:])
     kinds = {conv.x.dtype for conv in convs}
-    if len(kinds) > 1 or not served(convs[0].x):
+    server = _server(convs[0].x)
+    if len(kinds) > 1 or server is None:
         return [_alone(conv) for conv in convs]
+    if server == "triton" and any(conv.residual is not None for conv in convs):
+        return _residuals_first(convs)
     try:
         tensors: list[Tensor | None] = []
         running: list[Tensor] = []
@@ -108,7 +118,7 @@ def norm_convs(convs: Sequence[Conv]) -> list[Found]:
             counted = tracked and norm is not None and norm.batches is not None
             forms += [int(conv.relu), conv.stride, int(conv.depthwise), int(norm is not None), tracked + counted]
             numbers += [0.0, 0.0] if norm is None else [float(norm.momentum), float(norm.eps)]
-        found = _run(tensors, running, forms, numbers)
+        found = _run(server == "triton", tensors, running, forms, numbers)
     except Exception:
         for conv in convs:  # the checks of the ops say what was wrong
             arguments = (conv.x, conv.weight, conv.scale, conv.shift, conv.channel_gate, conv.bias)
@@ -130,12 +140,26 @@ def _check_count(conv: Conv) -> None:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
 
 
+def _summed(conv: Conv) -> Tensor:
+    """What a convolution with a residual reads."""
+    assert conv.scale is not None and conv.shift is not None and conv.residual is not None
+    return norm_sum(conv.x, conv.scale, conv.shift, conv.residual, relu=False)
+
+
+def _residuals_first(convs: Sequence[Conv]) -> list[Found]:
+    sums = [None if conv.residual is None else _summed(conv) for conv in convs]
+    plain = [
+        conv if total is None else conv._replace(x=total, scale=None, shift=None, residual=None)
+        for conv, total in zip(convs, sums, strict=True)
+    ]
+    return [found._replace(sum=total) for found, total in zip(norm_convs(plain), sums, strict=True)]
+
+
 def _alone(conv: Conv) -> Found:
     """Computed by the public ops."""
     x, scale, shift = conv.x, conv.scale, conv.shift
     if conv.residual is not None:
-        assert scale is not None and shift is not None
-        x, scale, shift = norm_sum(x, scale, shift, conv.residual, relu=False), None, None
+        x, scale, shift = _summed(conv), None, None
     found = norm_conv(
         x,
         conv.weight,
@@ -232,26 +256,26 @@ BACKWARD = _autograd.define(
 class NormConvs(_autograd.Op):
     @staticmethod
     def forward(
-        forms: tuple[int, ...], numbers: tuple[float, ...], count: int, *tensors: Tensor | None
+        triton: bool, forms: tuple[int, ...], numbers: tuple[float, ...], count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        return FORWARD[0](tensors[:count], tensors[count:], forms, numbers)[: count // INPUTS * OUTPUTS]
+        return FORWARD[triton](tensors[:count], tensors[count:], forms, numbers)[: count // INPUTS * OUTPUTS]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.forms, ctx.numbers, ctx.count = inputs[:3]
+        ctx.triton, ctx.forms, ctx.numbers, ctx.count = inputs[:4]
         ctx.set_materialize_grads(False)
         plain = []
         for i, value in enumerate(output):
             if i % OUTPUTS in (2, 3) or (value.numel() == 0 and i % OUTPUTS != 0):
                 plain.append(value)
         ctx.mark_non_differentiable(*plain)
-        ctx.save_for_backward(*inputs[3 : 3 + ctx.count], *output)
+        ctx.save_for_backward(*inputs[4 : 4 + ctx.count], *output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         count, saved = ctx.count, ctx.saved_tensors
         tensors, kept = saved[:count], saved[count:]
-        needs = list(ctx.needs_input_grad[3 : 3 + count])
+        needs = list(ctx.needs_input_grad[4 : 4 + count])
         chosen: list[Tensor | None] = []
         for i in range(count // INPUTS):
             of_y, of_sum, _, _, *of_affine = grads[OUTPUTS * i : OUTPUTS * (i + 1)]
@@ -263,21 +287,21 @@ class NormConvs(_autograd.Op):
             else:
                 of_affine = [_images.zeros_unless(g, like) for g, like in zip(of_affine, affine, strict=True)]
             chosen += [of_y, of_sum, *of_affine]
-        info = (ctx.forms, ctx.numbers, needs, len(chosen))
+        info = (ctx.triton, ctx.forms, ctx.numbers, needs, len(chosen))
         found = _autograd.gradients(_by_kernel, _by_reference, info, *chosen, *tensors, *kept)
-        rest = len(ctx.needs_input_grad) - 3
-        return None, None, None, *_autograd.spread(found, [i for i, need in enumerate(needs) if need], rest)
+        rest = len(ctx.needs_input_grad) - 4
+        return None, None, None, None, *_autograd.spread(found, [i for i, need in enumerate(needs) if need], rest)
 
 
 def _by_kernel(info: tuple[Any, ...], *values: Any) -> tuple[Tensor, ...]:
-    forms, numbers, needs, first = info
+    triton, forms, numbers, needs, first = info
     grads, tensors, kept = values[:first], values[first : first + len(needs)], values[first + len(needs) :]
-    found = BACKWARD[0](grads, tensors, kept, forms, numbers, [int(need) for need in needs])
+    found = BACKWARD[triton](grads, tensors, kept, forms, numbers, [int(need) for need in needs])
     return _images.chosen(found, needs)
 
 
 def _by_reference(info: tuple[Any, ...], *values: Any) -> tuple[Tensor, ...]:
-    forms, numbers, needs, first = info
+    _, forms, numbers, needs, first = info
     grads, tensors = values[:first], values[first : first + len(needs)]
     # Only outputs that have a gradient are differentiated: all others are constants.
     places = [(i, j) for i in range(len(grads) // 4) for j in range(4) if grads[4 * i + j] is not None]
@@ -296,8 +320,8 @@ def _by_reference(info: tuple[Any, ...], *values: Any) -> tuple[Tensor, ...]:
 
 @in_graph
 def _run(
-    tensors: list[Tensor | None], running: list[Tensor], forms: list[int], numbers: list[float]
+    triton: bool, tensors: list[Tensor | None], running: list[Tensor], forms: list[int], numbers: list[float]
 ) -> tuple[Tensor, ...]:
     if _autograd.wanted(*tensors):
-        return _autograd.apply(NormConvs, tuple(forms), tuple(numbers), len(tensors), *tensors, *running)
-    return FORWARD[0](tensors, running, forms, numbers)
+        return _autograd.apply(NormConvs, triton, tuple(forms), tuple(numbers), len(tensors), *tensors, *running)
+    return FORWARD[triton](tensors, running, forms, numbers)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fastmod
+from fastmod.gpu import aten
 from fastmod.models import IsometricNet, ResMixNet, load_plain
 from fastmod.models.plain_resmixnet import PlainResMixNet
 from fastmod.nn import ExpertMixture
@@ -42,6 +43,33 @@ def test_resmixnet(experts: int, depth: int) -> None:
     forward, backward = launches(ResMixNet(experts, depth), torch.randn(4, 3, 16, 16))
     assert (len(forward), len(backward)) == RESMIXNETS[experts, depth], (forward, backward)
     assert not any("batch_affine" in name for name in forward + backward)
+
+
+#: The same in Triton, where convolutions do not share launches, and torch's own ops make the gates.
+IN_TRITON = {(2, 2): (43, 78), (5, 2): (43, 78), (4, 1): (34, 60)}
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("experts", "depth"), IN_TRITON)
+def test_resmixnet_in_triton(experts: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm and sums take no launch of their own."""
+    from triton.runtime import interpreter
+
+    ours: list[str] = []
+    left_out = lambda executor, *_, **__: ours.append(executor.fn.__name__)  # noqa: E731
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", left_out)
+    net, x = ResMixNet(experts, depth), torch.randn(4, 3, 16, 16)
+    with fastmod.use_backend("triton"):
+        for _ in range(2):
+            net.zero_grad(set_to_none=True)
+            ours.clear()
+            scores: list[Tensor] = []
+            forward = len(aten.launches(lambda scores=scores: scores.append(net(x)))) + len(ours)
+            ours.clear()
+            grads = [torch.ones_like(scores[0])]
+            backward = len(aten.launches(lambda s=scores, g=grads: torch.autograd.backward(s, g))) + len(ours)
+    assert (forward, backward) == IN_TRITON[experts, depth]
 
 
 def test_resmixnet_can_be_captured() -> None:
