@@ -18,13 +18,19 @@ from fastmod import _extension
 
 
 def _launchers() -> dict[str, Callable[..., object]]:
-    """What each file of an op holds under the names of its schemas; files without launchers help others."""
+    """What each file of an op holds under the names of schemas; files without launchers help others."""
     found: dict[str, Callable[..., object]] = {}
     for info in pkgutil.iter_modules(__path__):
         if not info.name.startswith("_"):
             module = importlib.import_module(f"{__name__}.{info.name}")
-            for name in (f"{info.name}_forward", f"{info.name}_backward"):
-                found[name] = getattr(module, name)
+            own = {
+                name: value
+                for name, value in vars(module).items()
+                if getattr(value, "__module__", "") == module.__name__
+            }
+            schemas = {name for name in own if hasattr(torch.ops.fastmod_triton, name)}
+            for name in (f"{info.name}_forward", f"{info.name}_backward", *sorted(schemas)):
+                found[name] = own[name]
     return found
 
 

@@ -101,6 +101,52 @@ def grad_columns(
 
 
 @triton.jit
+def store_columns(
+    columns_ptr, dnorm_weight_ptr, dnorm_bias_ptr, of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, eps, c, known, N, level,
+    slope, mean, CT: tl.constexpr,
+):  # fmt: skip
+    """What ``grad_columns`` gives, into ``[3, N]``; and the gradients of a batch norm's weight and bias."""
+    if columns_ptr is not None:
+        tl.store(columns_ptr + c, level, mask=known)
+        tl.store(columns_ptr + N + c, slope, mask=known)
+        tl.store(columns_ptr + 2 * N + c, mean, mask=known)
+    if dnorm_weight_ptr is not None:
+        of_scale, _, inverse, _ = norm_columns(of_var_ptr, of_mean_ptr, mean_ptr, var_ptr, c, known, eps, CT)
+        tl.store(dnorm_weight_ptr + c, rounded(of_scale * inverse, dnorm_weight_ptr.dtype.element_ty), mask=known)
+    if dnorm_bias_ptr is not None:
+        of_shift = tl.load(of_mean_ptr + c, mask=known, other=0.0)
+        tl.store(dnorm_bias_ptr + c, rounded(of_shift, dnorm_bias_ptr.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def load_columns(columns_ptr, c, known, N, CT: tl.constexpr):
+    level = tl.zeros(c.shape, CT)
+    slope, mean = level, level
+    if columns_ptr is not None:
+        level = tl.load(columns_ptr + c, mask=known, other=0.0)
+        slope = tl.load(columns_ptr + N + c, mask=known, other=0.0)
+        mean = tl.load(columns_ptr + 2 * N + c, mask=known, other=0.0)
+    return level, slope, mean
+
+
+@triton.jit(do_not_specialize=["values", "N"])
+def columns_kernel(
+    of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps: tl.float64, columns_ptr, dnorm_weight_ptr,
+    dnorm_bias_ptr, values: tl.int64, N: tl.int64, BLOCK: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """For frozen weights: what else ``backward_weight_kernel`` leaves for ``backward_x_kernel``."""
+    c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    share = divide(tl.full([], 1, CT), values.to(CT))
+    level, slope, mean = grad_columns(
+        of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps, c, c < N, share, CT
+    )
+    store_columns(
+        columns_ptr, dnorm_weight_ptr, dnorm_bias_ptr, of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, eps, c, c < N, N,
+        level, slope, mean, CT,
+    )  # fmt: skip
+
+
+@triton.jit
 def grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT: tl.constexpr):
     """The whole gradient of y, ``[rows, columns]``; 0 where not ``inside``."""
     g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(CT) + level[None, :]
@@ -239,9 +285,8 @@ def combined(start, c, values, tiles, COUT: tl.constexpr, TILE: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_x_kernel(
-    grad_ptr, y_ptr, of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps: tl.float64, x_ptr, weight_ptr,
-    scale_ptr, shift_ptr, gate_ptr, dx_ptr, dscale_ptr, dshift_ptr, dgate_ptr, sums_ptr, gate_sums_ptr, tickets_ptr,
-    B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32,
+    grad_ptr, y_ptr, columns_ptr, x_ptr, weight_ptr, scale_ptr, shift_ptr, gate_ptr, dx_ptr, dscale_ptr, dshift_ptr,
+    dgate_ptr, sums_ptr, gate_sums_ptr, tickets_ptr, B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32,
     CIN: tl.constexpr, COUT: tl.constexpr, KSIZE: tl.constexpr, STRIDE: tl.constexpr, DEPTHWISE: tl.constexpr,
     RELU: tl.constexpr, SHARED: tl.constexpr, TOGETHER: tl.constexpr, ONE_AFFINE: tl.constexpr,
     W_CHANNEL: tl.constexpr, W_TAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -249,7 +294,7 @@ def backward_x_kernel(
 ):  # fmt: skip
     """Gradient of BLOCK_N channels of BLOCK_M pixels of x, and their part of the gradients of scale and shift
     (``sums_ptr``) and of the gates (``gate_sums_ptr``; then all pixels are from one image), which the last program adds
-    up.
+    up. ``columns_ptr``: see `store_columns`.
 
     SHARED: one x for all experts, whose gradients are added, in a single sum if they have the same z (TOGETHER).
     """
@@ -283,7 +328,6 @@ def backward_x_kernel(
         inner = E.to(tl.int32)
     elif SHARED:
         parts = E.to(tl.int32)
-    share = divide(tl.full([], 1, CT), (B * HO * WO).to(CT))
     of_x = tl.zeros([BLOCK_M, BLOCK_N], CT)
     image = b if SHARED else b * E + begin
     place = (((image * H + (y * STRIDE + py)) * W + (x * STRIDE + px)) * CIN)[:, None] + n[None, :]
@@ -298,10 +342,7 @@ def backward_x_kernel(
                 step = (other - expert) * HO * WO + ((py + PAD - dy) // STRIDE * WO + (px + PAD - dx) // STRIDE)
                 tap = dy * KSIZE + dx
                 inside = channel[None, :] & (((bits >> tap) & 1) != 0)[:, None]
-                level, slope, mean = grad_columns(
-                    of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps, other * COUT + n, channel, share,
-                    CT,
-                )  # fmt: skip
+                level, slope, mean = load_columns(columns_ptr, other * COUT + n, channel, E * COUT, CT)
                 offsets = (base + step * COUT)[:, None] + n[None, :]
                 g = grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT)
                 g = rounded(g, x_ptr.dtype.element_ty).to(CT)
@@ -317,10 +358,7 @@ def backward_x_kernel(
                 step = (other - expert) * HO * WO + ((py + PAD - dy) // STRIDE * WO + (px + PAD - dx) // STRIDE)
                 tap = dy * KSIZE + dx
                 inside = known[None, :] & (((bits[:, None] >> tap[None, :]) & 1) != 0)
-                level, slope, mean = grad_columns(
-                    of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps, other * COUT + co, known, share,
-                    CT,
-                )  # fmt: skip
+                level, slope, mean = load_columns(columns_ptr, other * COUT + co, known, E * COUT, CT)
                 offsets = base[:, None] + (step * COUT + co)[None, :]
                 g = grad_tile(grad_ptr, y_ptr, offsets, inside, level, slope, mean, CT)
                 g = rounded(g, x_ptr.dtype.element_ty).to(DT)
@@ -382,7 +420,7 @@ def backward_x_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def backward_weight_kernel(
     grad_ptr, y_ptr, of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps: tl.float64, x_ptr, scale_ptr,
-    shift_ptr, gate_ptr, sums_ptr, tickets_ptr, dweight_ptr, dbias_ptr, dnorm_weight_ptr, dnorm_bias_ptr,
+    shift_ptr, gate_ptr, sums_ptr, tickets_ptr, dweight_ptr, dbias_ptr, columns_ptr, dnorm_weight_ptr, dnorm_bias_ptr,
     B: tl.int64, E: tl.int32, H: tl.int32, W: tl.int32, chunk: tl.int64,
     CIN: tl.constexpr, COUT: tl.constexpr, KSIZE: tl.constexpr, STRIDE: tl.constexpr,
     DEPTHWISE: tl.constexpr, RELU: tl.constexpr, SHARED: tl.constexpr, ONE_AFFINE: tl.constexpr,
@@ -391,7 +429,7 @@ def backward_weight_kernel(
 ):  # fmt: skip
     """The part of ``chunk`` pixels in BLOCK_O x BLOCK_J of the weight's gradient; for depthwise weights, in one tap of
     BLOCK_O channels. Programs of the first columns also compute the bias. Parts are [weight, bias], one after the
-    other; the last program adds them up. The gradients of a batch norm's weight and bias need no sums."""
+    other; the last program adds them up. For the rest see ``store_columns``."""
     HO, WO = (H + STRIDE - 1) // STRIDE, (W + STRIDE - 1) // STRIDE
     KK: tl.constexpr = KSIZE * KSIZE
     DEPTH: tl.constexpr = KK if DEPTHWISE else KK * CIN  # weights of one output channel
@@ -416,6 +454,11 @@ def backward_weight_kernel(
     level, slope, mean = grad_columns(
         of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, norm_scale_ptr, eps, expert * COUT + o, output, share, CT
     )
+    if (part == 0) & (column == 0):
+        store_columns(
+            columns_ptr, dnorm_weight_ptr, dnorm_bias_ptr, of_mean_ptr, of_var_ptr, mean_ptr, var_ptr, eps,
+            expert * COUT + o, output, E * COUT, level, slope, mean, CT,
+        )  # fmt: skip
     total = tl.zeros([BLOCK_O, BLOCK_J], CT)
     of_taps = tl.zeros([BLOCK_O], CT)
     of_bias = tl.zeros([BLOCK_O], CT)
@@ -456,18 +499,6 @@ def backward_weight_kernel(
     if BIAS:
         if column == 0:
             tl.store(ptr + biases, of_bias, mask=output)
-    if var_ptr is not None:
-        if (part == 0) & (column == 0):
-            c = expert * COUT + o
-            of_scale, of_shift, inverse, _ = norm_columns(
-                of_var_ptr, of_mean_ptr, mean_ptr, var_ptr, c, output, eps, CT
-            )
-            if dnorm_weight_ptr is not None:
-                tl.store(
-                    dnorm_weight_ptr + c, rounded(of_scale * inverse, dnorm_weight_ptr.dtype.element_ty), mask=output
-                )
-            if dnorm_bias_ptr is not None:
-                tl.store(dnorm_bias_ptr + c, rounded(of_shift, dnorm_bias_ptr.dtype.element_ty), mask=output)
     parts = tl.num_programs(0)
     if is_last(tickets_ptr + tl.program_id(1) * tl.num_programs(2) + tl.program_id(2), parts):
         if WEIGHT:

@@ -1,4 +1,4 @@
-"""Launchers of ``norm_conv`` in Triton; the kernels are in ``_norm_conv.py``."""
+"""Launchers of ``norm_conv`` and ``norm_convs`` in Triton; the kernels are in ``_norm_conv.py``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import triton
 import triton.language as tl
 from fastmod.kernels._common import OPTIONS, compute_type, guard, tickets_for
 from fastmod.kernels._images import IEEE, TF32_THRICE, innermost, power, precision, refuse
-from fastmod.kernels._norm_conv import backward_weight_kernel, backward_x_kernel, forward_kernel
+from fastmod.kernels._norm_conv import backward_weight_kernel, backward_x_kernel, columns_kernel, forward_kernel
+from fastmod.kernels.batch_affine import batch_affine_backward, batch_affine_forward
 from fastmod.kernels.masked_linear import factor_type
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
 from fastmod.ops import _images
 from fastmod.ops._checks import compute_dtype
+from fastmod.ops._norm_convs import INPUTS, MOST, OUTPUTS
 from fastmod.ops.norm_conv import out_shape
 
 #: Parts of the weight's gradient: no more programs than a large GPU needs, and at least so many pixels per part.
 PROGRAMS, LEAST_PIXELS = 512, 512
+#: Channels of a program of ``columns_kernel``.
+COLUMNS = 128
 
 
 class Norm(NamedTuple):
@@ -243,19 +247,26 @@ def launch_backward(
         need and each.numel() > 0 for need, each in zip(needs, found, strict=True)
     )
     (sizes, values), constants = _sizes(x, weight, stride), _constants(x, weight, scale, relu, stride, depthwise)
-    shared = {
-        "grad_ptr": innermost(grad), "y_ptr": None if grad_var is None or y is None else innermost(y),
+    of_y_added = {
         "of_mean_ptr": _contiguous(grad_mean), "of_var_ptr": _contiguous(grad_var),
         "mean_ptr": None if grad_var is None else _contiguous(mean),
         "var_ptr": None if norm is None else _contiguous(norm.var),
-        "norm_scale_ptr": None if norm is None else _contiguous(norm.scale),
-        "eps": 0.0 if norm is None else norm.eps, "x_ptr": innermost(x), "scale_ptr": _contiguous(scale),
-        "shift_ptr": _contiguous(shift), "gate_ptr": _contiguous(channel_gate), **sizes, **constants,
+        "norm_scale_ptr": None if norm is None else _contiguous(norm.scale), "eps": 0.0 if norm is None else norm.eps,
+    }  # fmt: skip
+    shared = {
+        "grad_ptr": innermost(grad), "y_ptr": None if grad_var is None or y is None else innermost(y),
+        "x_ptr": innermost(x), "scale_ptr": _contiguous(scale), "shift_ptr": _contiguous(shift),
+        "gate_ptr": _contiguous(channel_gate), **sizes, **constants,
     }  # fmt: skip
     dx, dweight, dscale, dshift, dgate, dbias = (each if each.numel() > 0 else None for each in found)
+    of_input = need_x or need_scale or need_shift or need_gate
+    adds = of_input and (grad_mean is not None or grad_var is not None)
+    outer = {
+        "columns_ptr": x.new_empty((3, experts, outputs), dtype=compute_dtype(x)) if adds else None,
+        "dnorm_weight_ptr": None if norm is None else norm.of_weight,
+        "dnorm_bias_ptr": None if norm is None else norm.of_bias,
+    }  # fmt: skip
     with guard(x):
-        if need_x or need_scale or need_shift or need_gate:
-            _input(x, weight, shared, dx, dscale, dshift, dgate)
         if need_weight or need_bias:
             depth = weight[0, 0].numel()
             blocks = weight_tile(outputs, depth, depthwise, constants["DT"])
@@ -269,11 +280,15 @@ def launch_backward(
             width = (weight.numel() if need_weight else 0) + (experts * outputs if need_bias else 0)
             backward_weight_kernel[(parts, experts, columns)](
                 sums_ptr=x.new_empty((parts, width), dtype=compute_dtype(x)),
-                tickets_ptr=tickets_for(x, experts * columns), dweight_ptr=dweight, dbias_ptr=dbias,
-                dnorm_weight_ptr=None if norm is None else norm.of_weight,
-                dnorm_bias_ptr=None if norm is None else norm.of_bias, chunk=chunk, WEIGHT=need_weight,
-                BIAS=need_bias, **blocks, **shared,
+                tickets_ptr=tickets_for(x, experts * columns), dweight_ptr=dweight, dbias_ptr=dbias, chunk=chunk,
+                WEIGHT=need_weight, BIAS=need_bias, **outer, **of_y_added, **shared, **blocks,
             )  # fmt: skip
+        elif any(each is not None for each in outer.values()):
+            columns_kernel[(triton.cdiv(experts * outputs, COLUMNS),)](
+                **outer, **of_y_added, values=values, N=experts * outputs, BLOCK=COLUMNS, CT=constants["CT"], **OPTIONS
+            )
+        if of_input:
+            _input(x, weight, shared, outer["columns_ptr"], dx, dscale, dshift, dgate)
     return found
 
 
@@ -281,6 +296,7 @@ def _input(
     x: Tensor,
     weight: Tensor,
     shared: dict[str, Any],
+    of_columns: Tensor | None,
     dx: Tensor | None,
     dscale: Tensor | None,
     dshift: Tensor | None,
@@ -305,10 +321,93 @@ def _input(
     tickets = (1 if one else experts) * columns * (1 if dgate is None else 1 + batch)
     summed = sums is not None or gate_sums is not None
     backward_x_kernel[(programs, 1 if one else experts, columns)](
-        weight_ptr=kernel, dx_ptr=dx, dscale_ptr=dscale, dshift_ptr=dshift, dgate_ptr=dgate, sums_ptr=sums,
-        gate_sums_ptr=gate_sums, tickets_ptr=tickets_for(x, tickets) if summed else None, TOGETHER=together,
-        **weight_strides, **shared, **blocks,
+        weight_ptr=kernel, columns_ptr=of_columns, dx_ptr=dx, dscale_ptr=dscale, dshift_ptr=dshift, dgate_ptr=dgate,
+        sums_ptr=sums, gate_sums_ptr=gate_sums, tickets_ptr=tickets_for(x, tickets) if summed else None,
+        TOGETHER=together, **weight_strides, **shared, **blocks,
     )  # fmt: skip
+
+
+# ---- Several with their batch norms: see fastmod/ops/_norm_convs.py. Here each has launches of its own.
+
+
+def norm_convs_forward(
+    tensors: Sequence[Tensor | None], running: Sequence[Tensor], forms: Sequence[int], numbers: Sequence[float]
+) -> tuple[Tensor, ...]:
+    """The results of each convolution; running statistics are updated."""
+    left, results = list(running), []
+    for i in range(len(tensors) // INPUTS):
+        x, weight, scale, shift, gate, bias, residual, *parameters = tensors[INPUTS * i : INPUTS * (i + 1)]
+        relu, stride, depthwise, normed, tracked = forms[5 * i : 5 * (i + 1)]
+        assert x is not None and weight is not None
+        if residual is not None:
+            raise ValueError("residual: expected none, as it is added before")
+        norm, given, kept = None, [left.pop(0) for _ in range(tracked + 1 if tracked else 0)], []
+        if normed:
+            wide = compute_dtype(x)
+            expected = tuple(weight.shape[:2])
+            for t in (*parameters, *given[:2]):
+                if t is not None and tuple(t.shape) != expected:
+                    raise ValueError(f"norm: expected shape {expected}, got {tuple(t.shape)}")
+            kept = [t.contiguous() for t in given[:2]]
+            moved = (None, None) if x.shape[0] == 0 or not kept else (kept[0], kept[1])
+            counter = given[2] if len(given) > 2 else None
+            made = x.new_empty(expected, dtype=wide), x.new_empty(expected, dtype=wide)
+            norm = Norm(parameters[0], parameters[1], *moved, counter, numbers[2 * i], numbers[2 * i + 1], *made)
+        y, mean, var = launch_forward(
+            x, weight, scale, shift, gate, bias, bool(relu), stride, bool(depthwise), bool(normed), norm
+        )
+        affine: tuple[Tensor, ...] = (x.new_empty(0), x.new_empty(0))
+        if norm is not None:
+            affine = (norm.scale, norm.shift)
+            if y.numel() == 0:
+                affine = batch_affine_forward(mean, var, *parameters, None, None, 0.0, 0.0, norm.eps)
+                if norm.batches is not None:
+                    norm.batches.add_(1)
+        for statistic, copied in zip(given, kept, strict=False):
+            if statistic is not copied:
+                statistic.copy_(copied)
+        results += [y, x.new_empty(0), mean, var, *affine]
+    return (*results, *(results[0].new_empty(0) for _ in range(MOST * OUTPUTS - len(results))))
+
+
+def norm_convs_backward(
+    grads: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    forms: Sequence[int],
+    numbers: Sequence[float],
+    needs: Sequence[int],
+) -> list[Tensor]:
+    """Gradients of all tensors; empty where not needed."""
+    results: list[Tensor] = []
+    for i in range(len(tensors) // INPUTS):
+        x, weight, scale, shift, gate, _, _, *parameters = tensors[INPUTS * i : INPUTS * (i + 1)]
+        y, _, mean, var, norm_scale, _ = kept[OUTPUTS * i : OUTPUTS * (i + 1)]
+        of_y, _, of_scale, of_shift = grads[4 * i : 4 * (i + 1)]
+        relu, stride, depthwise, *_ = forms[5 * i : 5 * (i + 1)]
+        own = [bool(need) for need in needs[INPUTS * i : INPUTS * (i + 1)]]
+        assert x is not None and weight is not None and of_y is not None
+        of_norm = [x.new_empty(0), x.new_empty(0)]
+        norm, eps = None, numbers[2 * i + 1]
+        if of_scale is not None and of_shift is not None:
+            of_norm = [
+                mean.new_empty(mean.shape, dtype=t.dtype) if t is not None and need else mean.new_empty(0)
+                for t, need in zip(parameters, own[7:], strict=True)
+            ]
+            norm = NormGrad(var, norm_scale, eps, *(t if t.numel() else None for t in of_norm))
+        normed = norm is not None
+        found = launch_backward(
+            of_y, of_shift, of_scale, y if normed else None, mean if normed else None, x, weight, scale, shift, gate,
+            bool(relu), stride, bool(depthwise), own[:6], norm,
+        )  # fmt: skip
+        if norm is not None and x.shape[0] == 0:
+            assert of_scale is not None and of_shift is not None
+            *_, of_weight, of_bias = batch_affine_backward(of_scale, of_shift, mean, var, parameters[0], eps)
+            for to, value in zip(of_norm, (of_weight, of_bias), strict=True):
+                if to.numel():
+                    to.copy_(value)
+        results += [*found, x.new_empty(0), *of_norm]
+    return results
 
 
 # ---- What `fastmod compile` builds of this file, and the tests check
@@ -320,6 +419,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
     p, w = dtype.pointer, dtype.wide_pointer
     exact = {"PRECISION": IEEE}
     found = []
+    of_norm = ("of_mean_ptr", "of_var_ptr", "mean_ptr", "var_ptr", "norm_scale_ptr")
     for case, inputs, outputs, size, stride, depthwise in (
         ("all", 64, 64, 3, 2, False),
         ("shared", 3, 16, 3, 1, False),
@@ -335,9 +435,9 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         strides = {"W_CHANNEL": size * size, "W_TAP": 1}
         affine = {"scale_ptr": w if every else None, "shift_ptr": w if every else None}
         read = {"x_ptr": p, "gate_ptr": p if every else None, **affine, **constants}
-        of_norm = ("of_mean_ptr", "of_var_ptr", "mean_ptr", "var_ptr", "norm_scale_ptr")
-        grads = dict.fromkeys(of_norm, w if every else None)
-        grads |= {"grad_ptr": p, "y_ptr": p if every else None, "tickets_ptr": "*i32"}
+        added = dict.fromkeys(of_norm, w if every else None)
+        grads = {"grad_ptr": p, "y_ptr": p if every else None, "tickets_ptr": "*i32"}
+        grads["columns_ptr"] = w if every else None
         of_dtype = ("norm_weight_ptr", "norm_bias_ptr", "running_mean_ptr", "running_var_ptr")
         norm = dict.fromkeys(of_dtype, p if every else None)
         of_sums = ("partials_ptr", "mean_ptr", "var_ptr", "norm_scale_ptr", "norm_shift_ptr")
@@ -353,7 +453,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             "TOGETHER": shared, **pixel_tile(inputs, depthwise, dtype.element),
         }  # fmt: skip
         backward_weight = {
-            **read, **grads, "sums_ptr": w, "dweight_ptr": p, "dbias_ptr": p if every else None,
+            **read, **grads, **added, "sums_ptr": w, "dweight_ptr": p, "dbias_ptr": p if every else None,
             **dict.fromkeys(("dnorm_weight_ptr", "dnorm_bias_ptr"), w if every else None), "WEIGHT": True,
             "BIAS": every, **weight_tile(outputs, depth, depthwise, dtype.element),
         }  # fmt: skip
@@ -365,4 +465,7 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
                 (backward_weight_kernel, backward_weight),
             )
         ]
+    columns = dict.fromkeys((*of_norm, "columns_ptr", "dnorm_weight_ptr", "dnorm_bias_ptr"), w)
+    if dtype.is_wide:  # it is never mixed with another dtype
+        found.append(Specialisation(columns_kernel, {**columns, "BLOCK": COLUMNS, "CT": dtype.compute}, OPTIONS))
     return found

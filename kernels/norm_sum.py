@@ -170,14 +170,14 @@ def backward_kernel(
     if gate_sums_ptr is not None:
         of_image = tl.cdiv(PIXELS, BLOCK_R) * tl.num_programs(2)
         if is_last(tickets_ptr + columns + group, of_image):
-            local = tl.arange(0, PARTS).to(tl.int64)
-            for expert in range(E):
-                total = tl.zeros([PARTS], CT)
+            nth = tl.arange(0, PARTS).to(tl.int64)
+            for other in range(E):
+                found = tl.zeros([PARTS], CT)
                 for first in range(0, of_image, PARTS):
-                    at = ((first + local) * B + group) * E + expert
-                    total += tl.load(gate_sums_ptr + at, mask=first + local < of_image, other=0.0)
-                of_gate = rounded(tl.sum(total, axis=0), dgate_ptr.dtype.element_ty)
-                tl.store(dgate_ptr + group * E + expert, of_gate)
+                    there = ((first + nth) * B + group) * E + other
+                    found += tl.load(gate_sums_ptr + there, mask=first + nth < of_image, other=0.0)
+                summed = rounded(tl.sum(found, axis=0), dgate_ptr.dtype.element_ty)
+                tl.store(dgate_ptr + group * E + other, summed)
 
 
 def tile(channels: int, rows: int, wide: tl.dtype) -> dict[str, int]:

@@ -98,7 +98,7 @@ def on_tensor_cores(name: str, dtype: str) -> bool:
     of tf32, as in norm_conv, template_mix, mfnnr and smfr; depthwise convolutions have no products of matrices."""
     op, kernel, _ = name.split(".")
     if op == "norm_conv":
-        return kernel not in ("stats_kernel", "sums_kernel") and "depthwise" not in name
+        return kernel != "columns_kernel" and "depthwise" not in name
     if op == "masked_conv2d":
         return kernel not in ("draw_kernel", "finish_kernel")
     if op == "template_mix":
