@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from fastmod.kernels._common import OPTIONS, compute_type, guard, tickets_for
@@ -22,6 +23,8 @@ from fastmod.ops.norm_conv import out_shape
 
 #: Parts of the weight's gradient: no more programs than a large GPU needs, and at least so many pixels per part.
 PROGRAMS, LEAST_PIXELS = 512, 512
+#: Of ``backward_x_kernel``: without a limit ptxas takes 168 registers on sm_80 and spills two.
+OF_INPUT = {**OPTIONS, "maxnreg": 224} if torch.version.hip is None else OPTIONS
 #: Channels of a program of ``columns_kernel``.
 COLUMNS = 128
 
@@ -323,7 +326,7 @@ def _input(
     backward_x_kernel[(programs, 1 if one else experts, columns)](
         weight_ptr=kernel, columns_ptr=of_columns, dx_ptr=dx, dscale_ptr=dscale, dshift_ptr=dshift, dgate_ptr=dgate,
         sums_ptr=sums, gate_sums_ptr=gate_sums, tickets_ptr=tickets_for(x, tickets) if summed else None,
-        TOGETHER=together, **weight_strides, **shared, **blocks,
+        TOGETHER=together, **weight_strides, **{**shared, **OF_INPUT}, **blocks,
     )  # fmt: skip
 
 
@@ -352,7 +355,8 @@ def norm_convs_forward(
             moved = (None, None) if x.shape[0] == 0 or not kept else (kept[0], kept[1])
             counter = given[2] if len(given) > 2 else None
             made = x.new_empty(expected, dtype=wide), x.new_empty(expected, dtype=wide)
-            norm = Norm(parameters[0], parameters[1], *moved, counter, numbers[2 * i], numbers[2 * i + 1], *made)
+            momentum, eps = numbers[2 * i : 2 * i + 2]
+            norm = Norm(parameters[0], parameters[1], moved[0], moved[1], counter, momentum, eps, made[0], made[1])
         y, mean, var = launch_forward(
             x, weight, scale, shift, gate, bias, bool(relu), stride, bool(depthwise), bool(normed), norm
         )
@@ -458,13 +462,16 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             "BIAS": every, **weight_tile(outputs, depth, depthwise, dtype.element),
         }  # fmt: skip
         found += [
-            Specialisation(kernel, values, OPTIONS, case, exact)
-            for kernel, values in (
-                (forward_kernel, forward),
-                (backward_x_kernel, backward_x),
-                (backward_weight_kernel, backward_weight),
-            )
+            Specialisation(forward_kernel, forward, OPTIONS, case, exact),
+            Specialisation(backward_weight_kernel, backward_weight, OPTIONS, case, exact),
         ]
+        # Both gates and stride 2, which no layer has, spill scalars on AMD: there each is compiled without the other.
+        on_amd = {**exact, "maxnreg": None}
+        apart = {"STRIDE": 1} if case == "all" else {}
+        found.append(Specialisation(backward_x_kernel, backward_x, OF_INPUT, case, {**on_amd, **apart}))
+        if case == "all":
+            ungated = {**backward_x, **dict.fromkeys(("gate_ptr", "gate_sums_ptr", "dgate_ptr"))}
+            found.append(Specialisation(backward_x_kernel, ungated, OF_INPUT, "strided", on_amd))
     columns = dict.fromkeys((*of_norm, "columns_ptr", "dnorm_weight_ptr", "dnorm_bias_ptr"), w)
     if dtype.is_wide:  # it is never mixed with another dtype
         found.append(Specialisation(columns_kernel, {**columns, "BLOCK": COLUMNS, "CT": dtype.compute}, OPTIONS))
