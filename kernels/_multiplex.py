@@ -26,7 +26,7 @@ from fastmod.kernels._common import (
     uniform,
     uniform_of,
 )
-from fastmod.kernels._images import read, rounded
+from fastmod.kernels._images import is_last, read, rounded
 from fastmod.kernels._stack import store_sum, sum_of
 
 
@@ -60,8 +60,15 @@ def route_rows(
 
 
 @triton.jit
-def routing_of_copy(tau_ptr, seed_ptr, tau_step, seed_step):
-    copy = tl.program_id(1).to(tl.int64)
+def copy_and_program(programs):
+    """The index of this program's copy, of so many programs each, and its index within the copy. Both are on grid axis
+    0, as the others end at 65535; a grid has fewer than 2**31 programs: 32 bits are enough for the division."""
+    pid = tl.program_id(0)
+    return (pid // programs).to(tl.int64), (pid % programs).to(tl.int64)
+
+
+@triton.jit
+def routing_of_copy(copy, tau_ptr, seed_ptr, tau_step, seed_step):
     if tau_ptr is not None:
         tau_ptr += copy * tau_step
     if seed_ptr is not None:
@@ -70,28 +77,37 @@ def routing_of_copy(tau_ptr, seed_ptr, tau_step, seed_step):
 
 
 @triton.jit
-def of_copy(blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D):
-    """Moves the pointers to this program's copy, which is on grid axis 1. Each copy has B batch elements, and its noise
-    is counted from its own beginning. ``out_ptr``: the routed blocks or their gradient."""
-    tau_ptr, seed_ptr = routing_of_copy(tau_ptr, seed_ptr, tau_step, seed_step)
-    batch = tl.program_id(1).to(tl.int64) * B
+def of_copy(copy, blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D):
+    """Moves the pointers to this program's copy. Each copy has B batch elements, and its noise is counted from its own
+    beginning. ``out_ptr``: the routed blocks or their gradient."""
+    tau_ptr, seed_ptr = routing_of_copy(copy, tau_ptr, seed_ptr, tau_step, seed_step)
+    batch = copy * B
     return blocks_ptr + batch * M * D, logits_ptr + batch * M * N, out_ptr + batch * N * D, tau_ptr, seed_ptr
 
 
 @triton.jit
+def store_tau(dtau_ptr, parts_ptr, copy, parts, BLOCK: tl.constexpr, CT: tl.constexpr):
+    """The gradient of the temperature of a copy: the sum of its parts, 0 if there are none."""
+    total = tl.zeros([], CT)
+    if parts_ptr is not None:
+        total = sum_of(parts_ptr + copy * parts, parts, 1, BLOCK, CT)
+    store_sum(dtau_ptr + copy, total)
+
+
+@triton.jit(do_not_specialize=["programs"])
 def forward_kernel(
     blocks_ptr, logits_ptr, out_ptr, copy_ptr, partials_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
-    seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64, threshold: tl.float64, B: tl.int64, M: tl.int64,
-    N: tl.int64, D: tl.int64, MODE: tl.constexpr, PENALTY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    seed_value: tl.int64, programs: tl.int32, tau_step: tl.int64, seed_step: tl.int64, threshold: tl.float64,
+    B: tl.int64, M: tl.int64, N: tl.int64, D: tl.int64, MODE: tl.constexpr, PENALTY: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_R rows of a copy, and with PENALTY one partial sum per program. DT and LT: what blocks and
     logits are rounded to when they are loaded."""
+    copy, pid = copy_and_program(programs)
     blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr = of_copy(
-        blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D
+        copy, blocks_ptr, logits_ptr, out_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D
     )
     R = B * N
-    pid = tl.program_id(0).to(tl.int64)
     local = tl.arange(0, BLOCK_R)
     squares = route_rows(
         blocks_ptr, logits_ptr, out_ptr, copy_ptr, pid * BLOCK_R, local, pid * BLOCK_R + local < R,
@@ -117,28 +133,28 @@ def row_dot(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def backward_logits_kernel(
-    grad_ptr, blocks_ptr, logits_ptr, dlogits_ptr, weights_ptr, dtau_ptr, grad_penalty_ptr, tau_ptr,
-    tau_value: tl.float64, seed_ptr, seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64,
-    threshold: tl.float64, B: tl.int64, M: tl.int64, N: tl.int64, D: tl.int64,
+    grad_ptr, blocks_ptr, logits_ptr, dlogits_ptr, weights_ptr, parts_ptr, grad_penalty_ptr, tau_ptr,
+    tau_value: tl.float64, seed_ptr, seed_value: tl.int64, programs: tl.int32, tau_step: tl.int64,
+    seed_step: tl.int64, threshold: tl.float64, B: tl.int64, M: tl.int64, N: tl.int64, D: tl.int64,
     MODE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr,
     CT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the logits (with that of the penalty, if ``grad_penalty_ptr`` is given), one partial of d_tau per
-    program, and the weights of the forward ``[B, M, N]`` for the gradient of the blocks.
+    """Gradient of the logits (with that of the penalty, if ``grad_penalty_ptr`` is given), one part of that of tau
+    per program, and the weights of the forward ``[B, M, N]`` for the gradient of the blocks.
 
     dw is computed twice, in the sum over M and after it: that is cheaper than storing it for any M.
     """
+    copy, pid = copy_and_program(programs)
     blocks_ptr, logits_ptr, grad_ptr, tau_ptr, seed_ptr = of_copy(
-        blocks_ptr, logits_ptr, grad_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D
+        copy, blocks_ptr, logits_ptr, grad_ptr, tau_ptr, seed_ptr, tau_step, seed_step, B, M, N, D
     )
     R = B * N
-    of_logits = tl.program_id(1).to(tl.int64) * B * M * N
+    of_logits = copy * B * M * N
     dlogits_ptr += of_logits
     if weights_ptr is not None:
         weights_ptr += of_logits
-    pid = tl.program_id(0).to(tl.int64)
     rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < R
     tau = temperature(tau_ptr, tau_value, CT)
@@ -170,16 +186,21 @@ def backward_logits_kernel(
             if MODE != SOFTMAX:
                 w = hard_weight(m, index, total)
             tl.store(weights_ptr + base + m * N, w, mask=mask)
-    if dtau_ptr is not None:
-        tl.store(dtau_ptr + tl.program_id(1) * tl.num_programs(0) + pid, tl.sum(tl.where(mask, dtau, 0.0), axis=0))
+    if parts_ptr is not None:
+        tl.store(parts_ptr + copy * programs + pid, tl.sum(tl.where(mask, dtau, 0.0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "copies"])
 def backward_blocks_kernel(
-    weights_ptr, grad_ptr, add_ptr, dblocks_ptr, R: tl.int64, M: tl.int64, N: tl.int64, D: tl.int64,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CT: tl.constexpr,
+    weights_ptr, grad_ptr, add_ptr, dblocks_ptr, dtau_ptr, parts_ptr, parts: tl.int32, copies: tl.int64, R: tl.int64,
+    M: tl.int64, N: tl.int64, D: tl.int64, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    CT: tl.constexpr,
 ):  # fmt: skip
-    """``dblocks[b, m] = sum_n weights[b, m, n] * grad[b, n] (+ add[b, m])``; rows ``r = b * M + m``."""
+    """``dblocks[b, m] = sum_n weights[b, m, n] * grad[b, n] (+ add[b, m])``; rows ``r = b * M + m``. The gradients of
+    the copies' temperatures, if asked for, are made on the way, from parts of the launch before this."""
+    if dtau_ptr is not None:
+        for copy in range(tl.program_id(0).to(tl.int64), copies, tl.num_programs(0)):
+            store_tau(dtau_ptr, parts_ptr, copy, parts, BLOCK_T, CT)
     pid = tl.program_id(0).to(tl.int64)
     rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < R
@@ -221,17 +242,20 @@ def tile_scores(
 
 @triton.jit
 def tile(
-    logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, tau_step, seed_step, B, M, N, MODE: tl.constexpr,
+    logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, programs, tau_step, seed_step, B, M, N, MODE: tl.constexpr,
     COPIES: tl.constexpr, QUADS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """For this program: its first batch element, the indices ``b``, ``m`` and ``n`` in its tile, masks of the elements,
-    blocks and logits that exist, the temperature, raw logits and scores."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK_B
+    """For this program: its copy and index, its first batch element, the indices ``b``, ``m`` and ``n`` in its tile,
+    masks of the elements, blocks and logits that exist, the temperature, raw logits and scores."""
+    copy, pid = tl.full([], 0, tl.int64), tl.program_id(0).to(tl.int64)
+    if COPIES:
+        copy, pid = copy_and_program(programs)
+        tau_ptr, seed_ptr = routing_of_copy(copy, tau_ptr, seed_ptr, tau_step, seed_step)
+    first = pid * BLOCK_B
     begin = first
     if COPIES:
-        tau_ptr, seed_ptr = routing_of_copy(tau_ptr, seed_ptr, tau_step, seed_step)
-        begin += tl.program_id(1).to(tl.int64) * B
+        begin += copy * B
     b = tl.arange(0, BLOCK_B)[:, None, None]
     m = tl.arange(0, BLOCK_M)[None, :, None]
     n = tl.arange(0, BLOCK_N)[None, None, :]
@@ -243,7 +267,7 @@ def tile(
         logits_ptr, begin * M * N, first * M * N, b * M + m, n, inside, tau, key(seed_ptr, seed_value), N, MODE, QUADS,
         BLOCK_N, LT, CT,
     )  # fmt: skip
-    return begin, b, m, n, there, exists, inside, tau, t, z
+    return copy, pid, begin, b, m, n, there, exists, inside, tau, t, z
 
 
 @triton.jit
@@ -264,25 +288,25 @@ def tile_forward_weights(z, w, total, m, exists, MODE: tl.constexpr):
     return w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def tiled_forward_kernel(
     blocks_ptr, logits_ptr, out_ptr, copy_ptr, partials_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
-    seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64, threshold: tl.float64, B: tl.int64, M: tl.int32,
-    N: tl.int32, D: tl.int32, MODE: tl.constexpr, PENALTY: tl.constexpr, COPIES: tl.constexpr, QUADS: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LT: tl.constexpr,
-    DT: tl.constexpr, CT: tl.constexpr,
+    seed_value: tl.int64, programs: tl.int32, tau_step: tl.int64, seed_step: tl.int64, threshold: tl.float64,
+    B: tl.int64, M: tl.int32, N: tl.int32, D: tl.int32, MODE: tl.constexpr, PENALTY: tl.constexpr,
+    COPIES: tl.constexpr, QUADS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_B batch elements of a copy, and with PENALTY one partial sum per program."""
-    begin, b, m, n, there, exists, inside, tau, t, z = tile(
-        logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, tau_step, seed_step, B, M, N, MODE, COPIES, QUADS,
-        BLOCK_B, BLOCK_M, BLOCK_N, LT, CT,
+    _, pid, begin, b, m, n, there, exists, inside, tau, t, z = tile(
+        logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, programs, tau_step, seed_step, B, M, N, MODE, COPIES,
+        QUADS, BLOCK_B, BLOCK_M, BLOCK_N, LT, CT,
     )  # fmt: skip
     if copy_ptr is not None:
         tl.store(copy_ptr + begin * M * N + ((b * M + m) * N + n), t, mask=inside)
     if PENALTY:
         over = tl.where(inside, excess(t, tl.full([], threshold, CT)), 0.0)
         squares = tl.sum(tl.sum(tl.sum(over * over, axis=2), axis=1), axis=0)
-        tl.store(partials_ptr + tl.program_id(0), squares)
+        tl.store(partials_ptr + pid, squares)
     w, total = tile_softmax(z, exists)
     w = tile_forward_weights(z, w, total, m, exists, MODE)
     outputs = tl.arange(0, BLOCK_N)[None, :, None]
@@ -298,18 +322,19 @@ def tiled_forward_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def tiled_backward_kernel(
-    grad_ptr, blocks_ptr, logits_ptr, dblocks_ptr, dlogits_ptr, dtau_ptr, tau_ptr, tau_value: tl.float64, seed_ptr,
-    seed_value: tl.int64, tau_step: tl.int64, seed_step: tl.int64, B: tl.int64, M: tl.int32, N: tl.int32,
-    D: tl.int32, MODE: tl.constexpr, COPIES: tl.constexpr, QUADS: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr,
-    CT: tl.constexpr,
+    grad_ptr, blocks_ptr, logits_ptr, dblocks_ptr, dlogits_ptr, dtau_ptr, parts_ptr, tickets_ptr, tau_ptr,
+    tau_value: tl.float64, seed_ptr, seed_value: tl.int64, programs: tl.int32, tau_step: tl.int64,
+    seed_step: tl.int64, B: tl.int64, M: tl.int32, N: tl.int32, D: tl.int32, MODE: tl.constexpr,
+    COPIES: tl.constexpr, QUADS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of blocks and logits of BLOCK_B batch elements of a copy, and of tau one partial per program."""
-    begin, b, m, n, there, exists, inside, tau, _, z = tile(
-        logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, tau_step, seed_step, B, M, N, MODE, COPIES, QUADS,
-        BLOCK_B, BLOCK_M, BLOCK_N, LT, CT,
+    """Gradients of blocks and logits of BLOCK_B batch elements of a copy, and, by the last program of a copy, of
+    its temperature."""
+    copy, pid, begin, b, m, n, there, exists, inside, tau, _, z = tile(
+        logits_ptr, tau_ptr, tau_value, seed_ptr, seed_value, programs, tau_step, seed_step, B, M, N, MODE, COPIES,
+        QUADS, BLOCK_B, BLOCK_M, BLOCK_N, LT, CT,
     )  # fmt: skip
     w, total = tile_softmax(z, exists)
 
@@ -329,14 +354,12 @@ def tiled_backward_kernel(
     dz = divide(w * (dw - tl.sum(w * dw, axis=1, keep_dims=True)), tau)
     of_logits = rounded(dz, dlogits_ptr.dtype.element_ty)
     tl.store(dlogits_ptr + begin * M * N + ((b * M + m) * N + n), of_logits, mask=inside)
-    if dtau_ptr is not None:
+    if parts_ptr is not None:
         # dz sum to 0 over m, so any offset may be subtracted from z: its mean keeps rounding errors of dz out
         z_known = tl.where(exists, z, 0.0)
         terms = dz * (z_known - tl.sum(w * z_known, axis=1, keep_dims=True))
         terms = tl.sum(tl.sum(tl.sum(tl.where(inside, terms, 0.0), axis=2), axis=1), axis=0)
-        if COPIES:
-            dtau_ptr += tl.program_id(1) * tl.num_programs(0)
-        tl.store(dtau_ptr + tl.program_id(0), -terms)
+        tl.store(parts_ptr + copy * programs + pid, -terms)
 
     w = tl.permute(tile_forward_weights(z, w, total, m, exists, MODE), (0, 2, 1))  # [b, n, m]
     outputs = tl.arange(0, BLOCK_N)[None, :, None]
@@ -350,10 +373,9 @@ def tiled_backward_kernel(
             dblocks_ptr + begin * M * D + ((b * M + m) * D + d), rounded(spread, dblocks_ptr.dtype.element_ty),
             mask=there & exists & (d < D),
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["parts"])
-def tau_kernel(parts_ptr, dtau_ptr, parts: tl.int32, BLOCK: tl.constexpr, CT: tl.constexpr):
-    """One program per copy: the gradient of its temperature, in the dtype of the temperature."""
-    copy = tl.program_id(0).to(tl.int64)
-    store_sum(dtau_ptr + copy, sum_of(parts_ptr + copy * parts, parts, 1, BLOCK, CT))
+    # At the end, where few registers are in use.
+    last = pid == 0
+    if parts_ptr is not None:
+        last = is_last(tickets_ptr + copy, programs)
+    if last:
+        store_tau(dtau_ptr, parts_ptr, copy, programs, BLOCK_T, CT)

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from fastmod.kernels._common import OPTIONS, TRITON_TYPES, compute_type, guard, routing_args, row_tile
+from fastmod.kernels._common import OPTIONS, TRITON_TYPES, compute_type, guard, routing_args, row_tile, tickets_for
 from fastmod.kernels._multiplex import (
     backward_blocks_kernel,
     backward_logits_kernel,
     forward_kernel,
-    tau_kernel,
     tiled_backward_kernel,
     tiled_forward_kernel,
 )
@@ -88,15 +87,15 @@ def launch_forward(
     partials = blocks.new_empty(programs + more, dtype=compute_dtype(blocks)) if penalty else None
     arguments = {
         "blocks_ptr": blocks, "logits_ptr": logits, "out_ptr": out, "copy_ptr": copy, "partials_ptr": partials,
-        "threshold": threshold, "B": batch, "M": m, "N": n, "D": d, "PENALTY": penalty,
+        "threshold": threshold, "programs": programs, "B": batch, "M": m, "N": n, "D": d, "PENALTY": penalty,
         "LT": of_logits or TRITON_TYPES[logits.dtype], "DT": dtype or TRITON_TYPES[blocks.dtype], "CT": wide,
         **routing_args(tau, tau_value, seed, mode), **steps(tau, seed),
     }  # fmt: skip
     with guard(blocks):
         if tile is None:
-            forward_kernel[(programs, copies)](**rows, **arguments, **OPTIONS)
+            forward_kernel[(copies * programs,)](**rows, **arguments, **OPTIONS)
         else:
-            tiled_forward_kernel[(programs, copies)](**tile, **arguments)
+            tiled_forward_kernel[(copies * programs,)](**tile, **arguments)
     return partials
 
 
@@ -127,17 +126,25 @@ def launch_backward_logits(
     weights = torch.empty_like(logits, dtype=compute_dtype(blocks)) if need_weights else None
     partials = blocks.new_empty((copies, programs), dtype=compute_dtype(blocks)) if tau is not None else None
     with guard(blocks):
-        backward_logits_kernel[(programs, copies)](
+        backward_logits_kernel[(copies * programs,)](
             grad_ptr=grad, blocks_ptr=blocks, logits_ptr=logits, dlogits_ptr=dlogits, weights_ptr=weights,
-            dtau_ptr=partials, grad_penalty_ptr=grad_penalty, threshold=threshold, B=batch, M=m, N=n, D=d,
-            LT=of_logits or TRITON_TYPES[logits.dtype], DT=dtype or TRITON_TYPES[blocks.dtype], CT=wide,
+            parts_ptr=partials, grad_penalty_ptr=grad_penalty, threshold=threshold, programs=programs, B=batch, M=m,
+            N=n, D=d, LT=of_logits or TRITON_TYPES[logits.dtype], DT=dtype or TRITON_TYPES[blocks.dtype], CT=wide,
             **routing_args(tau, tau_value, seed, mode), **steps(tau, seed), **tile, **OPTIONS,
         )  # fmt: skip
     return dlogits, weights, partials
 
 
-def launch_backward_blocks(weights: Tensor, grad: Tensor, add: Tensor | None, dblocks: Tensor) -> None:
-    """Writes ``dblocks [B, M, D]`` from ``weights [B, M, N]``, ``grad [B, N, D]`` and ``add [B, M, D]`` or None."""
+def launch_backward_blocks(
+    weights: Tensor,
+    grad: Tensor,
+    add: Tensor | None,
+    dblocks: Tensor,
+    dtau: Tensor | None = None,
+    partials: Tensor | None = None,
+) -> None:
+    """Writes ``dblocks [B, M, D]`` from ``weights [B, M, N]``, ``grad [B, N, D]`` and ``add [B, M, D]`` or None; and
+    ``dtau``, if given, from parts ``[copies, programs]``, or as 0."""
     batch, m, n = weights.shape
     d = grad.shape[-1]
     wide = compute_type(weights)
@@ -145,8 +152,9 @@ def launch_backward_blocks(weights: Tensor, grad: Tensor, add: Tensor | None, db
     rows = batch * m
     with guard(grad):
         backward_blocks_kernel[(triton.cdiv(rows, tile["BLOCK_R"]),)](
-            weights_ptr=weights, grad_ptr=grad, add_ptr=add, dblocks_ptr=dblocks, R=rows, M=m, N=n, D=d, CT=wide,
-            **tile, **OPTIONS,
+            weights_ptr=weights, grad_ptr=grad, add_ptr=add, dblocks_ptr=dblocks, dtau_ptr=dtau, parts_ptr=partials,
+            parts=0 if partials is None else partials.shape[1], copies=0 if dtau is None else dtau.numel(), R=rows,
+            M=m, N=n, D=d, CT=wide, BLOCK_T=TAU_BLOCK, **tile, **OPTIONS,
         )  # fmt: skip
 
 
@@ -155,6 +163,7 @@ def launch_tiled_backward(
     blocks: Tensor,
     logits: Tensor,
     dblocks: Tensor,
+    dtau: Tensor,
     tau: Tensor | None,
     tau_value: float,
     seed: Tensor | None,
@@ -162,38 +171,27 @@ def launch_tiled_backward(
     tile: dict[str, Any],
     copies: int,
     low: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Writes ``dblocks [B, M, D]``; returns the gradient of the logits ``[B, M, N]`` and parts ``[copies, programs]``
-    of that of tau. A second launch adds them up, as in Triton no program knows that it is the last."""
+) -> Tensor:
+    """Writes ``dblocks [B, M, D]`` and ``dtau``; returns the gradient of the logits ``[B, M, N]``."""
     batch, m, d = blocks.shape[0] // copies, *blocks.shape[1:]
     programs = triton.cdiv(batch, tile["BLOCK_B"])
     wide = compute_dtype(blocks)
     dlogits = torch.empty_like(logits)
     partials = blocks.new_empty((copies, programs), dtype=wide) if tau is not None else None
     with guard(blocks):
-        tiled_backward_kernel[(programs, copies)](
+        tiled_backward_kernel[(copies * programs,)](
             grad_ptr=grad, blocks_ptr=blocks, logits_ptr=logits, dblocks_ptr=dblocks, dlogits_ptr=dlogits,
-            dtau_ptr=partials, B=batch, M=m, N=logits.shape[-1], D=d, LT=TRITON_TYPES[low or logits.dtype],
-            DT=TRITON_TYPES[low or blocks.dtype], CT=compute_type(blocks),
+            dtau_ptr=dtau, parts_ptr=partials, tickets_ptr=None if partials is None else tickets_for(blocks, copies),
+            programs=programs, B=batch, M=m, N=logits.shape[-1], D=d, LT=TRITON_TYPES[low or logits.dtype],
+            DT=TRITON_TYPES[low or blocks.dtype], CT=compute_type(blocks), BLOCK_T=TAU_BLOCK,
             **routing_args(tau, tau_value, seed, mode), **steps(tau, seed), **tile,
         )  # fmt: skip
-    return dlogits, partials
+    return dlogits
 
 
 def zero_tau(tau: Tensor | None, like: Tensor, copies: Sequence[int] = ()) -> Tensor:
     """The gradient of a tau that got none: 0-d or one per copy."""
     return torch.zeros(tuple(copies), dtype=tau_dtype(tau, like), device=like.device)
-
-
-def sum_tau(partials: Tensor, tau: Tensor | None, like: Tensor, copies: torch.Size) -> Tensor:
-    """The gradient of tau from parts ``[copies, programs]``."""
-    found = torch.empty(copies, dtype=tau_dtype(tau, like), device=like.device)
-    with guard(like):
-        tau_kernel[(partials.shape[0],)](
-            parts_ptr=partials, dtau_ptr=found, parts=partials.shape[1], BLOCK=TAU_BLOCK, CT=compute_type(like),
-            **OPTIONS,
-        )  # fmt: skip
-    return found
 
 
 def multiplex_forward(
@@ -239,16 +237,16 @@ def multiplex_backward(
     many = copies.numel()
     routing = tau, tau_value, seed, mode
     tile = tile_of(batch // many, m, own.shape[-1], d, compute_type(x), many)
+    dtau = torch.empty(copies, dtype=tau_dtype(tau, blocks), device=blocks.device)
     if tile is not None:
-        dlogits, partials = launch_tiled_backward(g, x, own, dblocks, *routing, tile, many, low)
+        dlogits = launch_tiled_backward(g, x, own, dblocks, dtau, *routing, tile, many, low)
     else:
         counts_as = TRITON_TYPES[low] if low else None
         dlogits, weights, partials = launch_backward_logits(
             g, x, own, *routing, copies=many, dtype=counts_as, of_logits=counts_as
         )
         assert weights is not None
-        launch_backward_blocks(weights, g, None, dblocks)
-    dtau = zero_tau(tau, blocks, copies) if partials is None else sum_tau(partials, tau, blocks, copies)
+        launch_backward_blocks(weights, g, None, dblocks, dtau, partials)
     return dblocks, dlogits.view(logits.shape), dtau
 
 
@@ -262,14 +260,14 @@ def flat(tensor: Tensor) -> Tensor:
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
     """Tiles of the papers' shapes, one of which copies logits and adds the penalty as an MFNNR does, and one has many
-    copies; and rows of the largest shape. With 16 bits some read fp32, as under autocast."""
+    copies with learned temperatures; and rows of the largest shape. With 16 bits some read fp32, as under autocast."""
     p, w = dtype.pointer, dtype.wide_pointer
     found = []
     tiled = [(8, 8, 10, "gumbel"), (16, 16, 32, "softmax"), (5, 4, 196, "argmax"), (30, 30, 7, "gumbel")]
     for m, n, d, mode in tiled:
-        inside = mode == "gumbel"
+        inside, learned = mode == "gumbel", mode == "gumbel" or m == 16
         routing = {
-            "tau_ptr": w if inside else None, "seed_ptr": "*i64" if inside else None, "MODE": MODES[mode],
+            "tau_ptr": w if learned else None, "seed_ptr": "*i64" if inside else None, "MODE": MODES[mode],
             "CT": dtype.compute,
         }  # fmt: skip
         tile = tile_of(4096, m, n, d, dtype.compute, 8 if m == 16 else 1)
@@ -282,8 +280,9 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
             "partials_ptr": w if inside else None, "PENALTY": inside, **routing, **tile,
         }  # fmt: skip
         backward = {
-            "grad_ptr": p, "blocks_ptr": q, "logits_ptr": q, "dblocks_ptr": q, "dlogits_ptr": q,
-            "dtau_ptr": w if inside else None, **routing, **tile,
+            "grad_ptr": p, "blocks_ptr": q, "logits_ptr": q, "dblocks_ptr": q, "dlogits_ptr": q, "dtau_ptr": w,
+            "parts_ptr": w if learned else None, "tickets_ptr": "*i32" if learned else None, "BLOCK_T": TAU_BLOCK,
+            **routing, **tile,
         }  # fmt: skip
         found.append(Specialisation(tiled_forward_kernel, forward, options, f"M{m}-N{n}-D{d}"))
         found.append(Specialisation(tiled_backward_kernel, backward, options, f"M{m}-N{n}-D{d}"))
@@ -302,16 +301,15 @@ def specialisations(dtype: Dtype) -> list[Specialisation]:
         }  # fmt: skip
         backward = {
             "grad_ptr": p, "blocks_ptr": p, "logits_ptr": p, "dlogits_ptr": p, "weights_ptr": w,
-            "dtau_ptr": w if inside else None, "grad_penalty_ptr": w if inside else None, **shared,
+            "parts_ptr": w if inside else None, "grad_penalty_ptr": w if inside else None, **shared,
         }  # fmt: skip
         found.append(Specialisation(forward_kernel, forward, OPTIONS, f"D{d}"))
         found.append(Specialisation(backward_logits_kernel, backward, OPTIONS, f"D{d}"))
     for d in (10, 196):
         blocks = {
             "weights_ptr": w, "grad_ptr": p, "add_ptr": w if d == 196 else None, "dblocks_ptr": p,
+            "dtau_ptr": w if d == 10 else None, "parts_ptr": w if d == 10 else None, "BLOCK_T": TAU_BLOCK,
             **row_tile(d, dtype.compute), "CT": dtype.compute,
         }  # fmt: skip
         found.append(Specialisation(backward_blocks_kernel, blocks, OPTIONS, f"D{d}"))
-    tau = {"parts_ptr": w, "dtau_ptr": p, "BLOCK": TAU_BLOCK, "CT": dtype.compute}
-    found.append(Specialisation(tau_kernel, tau, OPTIONS))
     return found
