@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastmod import _extension
-from fastmod._private import constant, forward_ad, transformed
+from fastmod._private import constant, forward_ad, has_kernel, transformed
 
 BACKENDS = ("auto", "native", "triton", "reference")
 #: Every file of an op in ``fastmod/ops``; nothing is imported for it.
@@ -141,6 +141,17 @@ def resolve(op: str, tensor: Tensor) -> str:
             "`fastmod doctor` tells why"
         )
     return choice
+
+
+def on_gpu(kernel: str, op: str, tensor: Tensor) -> str | None:
+    """The backend that serves ``op`` if it has ``kernel`` too, which the CPU's C++ does without; else None."""
+    if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+        return None
+    native = has_kernel(f"fastmod::{kernel}", tensor.device.type)
+    if not native and tensor.is_cpu and not triton_interprets():
+        return None
+    chosen = resolve(op, tensor)
+    return chosen if chosen == "triton" or (native and chosen == "native") else None
 
 
 def checks_first(chosen: str) -> bool:

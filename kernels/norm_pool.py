@@ -19,13 +19,12 @@ from fastmod.ops._checks import compute_dtype
 SIZES = ["E", "PIXELS"]
 
 
-@triton.jit(do_not_specialize=SIZES)
-def forward_kernel(
-    x_ptr, scale_ptr, shift_ptr, out_ptr, E: tl.int32, PIXELS: tl.int32, C: tl.constexpr, RELU: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
+@triton.jit
+def mean_of_pixels(
+    x_ptr, scale_ptr, shift_ptr, image, c, E, PIXELS, C: tl.constexpr, RELU: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    image = tl.program_id(0).to(tl.int64)  # of [B, E]
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """Of the channels ``c`` of an image of [B, E]."""
     channel = c < C
     local = tl.arange(0, BLOCK_R).to(tl.int64)
     columns = image % E * C + c
@@ -38,8 +37,18 @@ def forward_kernel(
         place = ((image * PIXELS + pixel) * C)[:, None] + c[None, :]  # [B, E, H, W, C]
         u = tl.load(x_ptr + place, mask=mask, other=0.0).to(CT) * scale + shift
         total += tl.where(mask, rectified(u) if RELU else u, 0.0)
-    count = tl.zeros([BLOCK_C], CT) + PIXELS.to(CT)
-    tl.store(out_ptr + image * C + c, divide(tl.sum(total, axis=0), count), mask=channel)
+    return divide(tl.sum(total, axis=0), tl.zeros([BLOCK_C], CT) + PIXELS.to(CT))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    x_ptr, scale_ptr, shift_ptr, out_ptr, E: tl.int32, PIXELS: tl.int32, C: tl.constexpr, RELU: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    image = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mean = mean_of_pixels(x_ptr, scale_ptr, shift_ptr, image, c, E, PIXELS, C, RELU, BLOCK_R, BLOCK_C, CT)
+    tl.store(out_ptr + image * C + c, mean, mask=c < C)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -117,9 +126,16 @@ def norm_pool_backward(
     grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, relu: bool, needs: Sequence[bool]
 ) -> list[Tensor]:
     """Gradients of the three tensors, empty where not needed."""
+    refuse(x, grad=(grad, [tuple(x.shape[:3])]))
+    return launch_backward(grad, x, scale, shift, relu, needs)
+
+
+def launch_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, relu: bool, needs: Sequence[bool]
+) -> list[Tensor]:
+    """The same for gradients of any dtype."""
     shared = _arguments(x, scale, shift, relu)
     batch, experts, channels = x.shape[:3]
-    refuse(x, grad=(grad, [(batch, experts, channels)]))
     found = _images.blanks((x, scale, shift), needs, images=(0,))
     if x.numel() == 0:
         return [each.zero_() for each in found]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmod import ops
+from fastmod import backend, ops
 from fastmod.gpu import shapes
 from fastmod.ops import _pool_linear as _pool_linear_op
 from fastmod.ops import _squeeze_excite as _squeeze_excite_op
@@ -113,7 +113,8 @@ def _squeeze_excite(batch: int, experts: int, channels: int, size: int, squeezed
     def kernel(t: Sequence[Tensor]) -> Sequence[Tensor]:
         running = [torch.zeros_like(t[i]) for i in (4, 5, 7, 8)]
         moving = (0.1, 0.1), (1e-5, 1e-5)
-        return [_squeeze_excite_op._run(_pixels(t[0]), t[1], t[2], list(t[3:]), running, *moving)]
+        triton = backend.on_gpu("squeeze_excite_forward", "norm_conv", t[0]) == "triton"
+        return [_squeeze_excite_op._run(triton, _pixels(t[0]), t[1], t[2], list(t[3:]), running, *moving)]
 
     def plain(t: Sequence[Tensor]) -> Sequence[Tensor]:
         return [_squeeze_excite_op.reference(_pixels(t[0]), *t[1:], eps=(1e-5, 1e-5))]

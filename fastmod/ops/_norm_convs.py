@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod._compiler import in_graph
-from fastmod._private import has_kernel
 from fastmod.ops import _autograd, _checks, _images
 from fastmod.ops.batch_affine import batch_affine
 from fastmod.ops.batch_affine import reference as affine_reference
@@ -74,17 +73,7 @@ MOST = 4
 
 def served(x: Tensor) -> bool:
     """Whether convolutions and their batch norms share launches for tensors like ``x``: not on the CPU."""
-    return _server(x) is not None
-
-
-def _server(x: Tensor) -> str | None:
-    if not isinstance(x, Tensor) or x.device.type == "meta":
-        return None
-    native = has_kernel("fastmod::norm_convs_forward", x.device.type)
-    if not native and x.is_cpu and not backend.triton_interprets():
-        return None
-    chosen = backend.resolve("norm_conv", x)
-    return chosen if chosen == "triton" or (native and chosen == "native") else None
+    return backend.on_gpu("norm_convs_forward", "norm_conv", x) is not None
 
 
 def norm_convs(convs: Sequence[Conv]) -> list[Found]:
@@ -95,7 +84,7 @@ def norm_convs(convs: Sequence[Conv]) -> list[Found]:
     if len(convs) > MOST:
         return norm_convs(convs[:MOST]) + norm_convs(convs[MOST:])
     kinds = {conv.x.dtype for conv in convs}
-    server = _server(convs[0].x)
+    server = backend.on_gpu("norm_convs_forward", "norm_conv", convs[0].x)
     if len(kinds) > 1 or server is None:
         return [_alone(conv) for conv in convs]
     if server == "triton" and any(conv.residual is not None for conv in convs):

@@ -1,6 +1,6 @@
 """A squeeze-excite in training as one launch: pooling, two small layers with batch norm, sigmoid.
 
-For the CUDA kernels; elsewhere callers compute it layer by layer. Not public.
+For GPUs; on the CPU callers compute it layer by layer. Not public.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastmod import backend
 from fastmod._compiler import in_graph
-from fastmod._private import has_kernel
 from fastmod.ops import _autograd, _checks, _images
 from fastmod.ops._norm_convs import Norm
 from fastmod.ops.batch_affine import reference as affine_reference
@@ -24,11 +23,14 @@ MOST_BYTES = 60 * 1024
 
 def served(x: Tensor, squeezed: int) -> bool:
     """Whether one launch can compute it for ``x`` [B, E, C, H, W]."""
-    if x.device.type == "meta" or not has_kernel("fastmod::squeeze_excite_forward", x.device.type):
-        return False
+    return _server(x, squeezed) is not None
+
+
+def _server(x: Tensor, squeezed: int) -> str | None:
+    chosen = backend.on_gpu("squeeze_excite_forward", "norm_conv", x)
     numbers = max(x.shape[2] * (squeezed | 1), squeezed * (x.shape[2] | 1))
     wide = 8 if x.dtype == torch.float64 else 4
-    return numbers * wide <= MOST_BYTES and backend.resolve("norm_conv", x) == "native"
+    return None if chosen == "native" and numbers * wide > MOST_BYTES else chosen
 
 
 def squeeze_excite(
@@ -49,7 +51,8 @@ def squeeze_excite(
     momentum, eps = (first.momentum, second.momentum), (first.eps, second.eps)
     if backend.autocasts(x):
         (x,) = backend.lowered(x)
-    return _run(x, scale.to(wide), shift.to(wide), tensors, running, momentum, eps)
+    triton = _server(x, squeeze.shape[1]) == "triton"
+    return _run(triton, x, scale.to(wide), shift.to(wide), tensors, running, momentum, eps)
 
 
 def reference(x: Tensor, scale: Tensor, shift: Tensor, *layers: Tensor, eps: Sequence[float]) -> Tensor:
@@ -117,34 +120,36 @@ INPUTS = 9
 
 class SqueezeExcite(_autograd.Op):
     @staticmethod
-    def forward(momentum: tuple[float, float], eps: tuple[float, float], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return FORWARD[0](*tensors[:3], tensors[3:INPUTS], tensors[INPUTS:], momentum, eps)
+    def forward(
+        triton: bool, momentum: tuple[float, float], eps: tuple[float, float], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return FORWARD[triton](*tensors[:3], tensors[3:INPUTS], tensors[INPUTS:], momentum, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.eps = inputs[1]
+        ctx.triton, ctx.eps = inputs[0], inputs[2]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[2 : 2 + INPUTS], *output[1:])
+        ctx.save_for_backward(*inputs[3 : 3 + INPUTS], *output[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        needs = ctx.needs_input_grad[2 : 2 + INPUTS]
-        found = _autograd.gradients(_by_kernel, _by_reference, (ctx.eps, needs), grad, *ctx.saved_tensors)
+        needs = ctx.needs_input_grad[3 : 3 + INPUTS]
+        found = _autograd.gradients(_by_kernel, _by_reference, (ctx.triton, ctx.eps, needs), grad, *ctx.saved_tensors)
         places = [i for i, need in enumerate(needs) if need]
-        return None, None, *_autograd.spread(found, places, len(ctx.needs_input_grad) - 2)
+        return None, None, None, *_autograd.spread(found, places, len(ctx.needs_input_grad) - 3)
 
 
 def _by_kernel(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    eps, needs = numbers
-    found = BACKWARD[0](grad, *tensors[:3], tensors[3:INPUTS], tensors[INPUTS:], eps)
+    triton, eps, needs = numbers
+    found = BACKWARD[triton](grad, *tensors[:3], tensors[3:INPUTS], tensors[INPUTS:], eps)
     return _images.chosen(found, needs)
 
 
 def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    eps, needs = numbers
+    _, eps, needs = numbers
 
     def function(*values: Tensor) -> Tensor:
         return reference(*values, eps=eps)
@@ -154,6 +159,7 @@ def _by_reference(numbers: tuple[Any, ...], grad: Tensor, *tensors: Tensor) -> t
 
 @in_graph
 def _run(
+    triton: bool,
     x: Tensor,
     scale: Tensor,
     shift: Tensor,
@@ -163,5 +169,5 @@ def _run(
     eps: tuple[float, float],
 ) -> Tensor:
     if _autograd.wanted(x, scale, shift, *layers):
-        return _autograd.apply(SqueezeExcite, momentum, eps, x, scale, shift, *layers, *running)[0]
-    return FORWARD[0](x, scale, shift, layers, running, momentum, eps)[0]
+        return _autograd.apply(SqueezeExcite, triton, momentum, eps, x, scale, shift, *layers, *running)[0]
+    return FORWARD[triton](x, scale, shift, layers, running, momentum, eps)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,27 +50,50 @@ def test_resmixnet(experts: int, depth: int) -> None:
 IN_TRITON = {(2, 2): (43, 78), (5, 2): (43, 78), (4, 1): (34, 60)}
 
 
-@pytest.mark.slow
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("experts", "depth"), IN_TRITON)
-def test_resmixnet_in_triton(experts: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch norm and sums take no launch of their own."""
+@pytest.fixture
+def launches_in_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], list[str]]]:
+    """Of the second training step in the interpreter, where our kernels are left out: names, forward and backward."""
     from triton.runtime import interpreter
 
     ours: list[str] = []
-    left_out = lambda executor, *_, **__: ours.append(executor.fn.__name__)  # noqa: E731
+    left_out = lambda executor, *_, **__: ours.append(executor.fn.__module__ + "." + executor.fn.__name__)  # noqa: E731
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", left_out)
-    net, x = ResMixNet(experts, depth), torch.randn(4, 3, 16, 16)
-    with fastmod.use_backend("triton"):
-        for _ in range(2):
-            net.zero_grad(set_to_none=True)
-            ours.clear()
-            scores: list[Tensor] = []
-            forward = len(aten.launches(lambda scores=scores: scores.append(net(x)))) + len(ours)
-            ours.clear()
-            grads = [torch.ones_like(scores[0])]
-            backward = len(aten.launches(lambda s=scores, g=grads: torch.autograd.backward(s, g))) + len(ours)
-    assert (forward, backward) == IN_TRITON[experts, depth]
+
+    def found_of(run: Callable[[], Any]) -> list[str]:
+        ours.clear()
+        return [*aten.launches(run), *ours]
+
+    def count(net: nn.Module, x: Tensor) -> tuple[list[str], list[str]]:
+        with fastmod.use_backend("triton"):
+            for _ in range(2):
+                net.zero_grad(set_to_none=True)
+                scores: list[Tensor] = []
+                forward = found_of(lambda scores=scores: scores.append(net(x)))
+                grads = [torch.ones_like(scores[0])]
+                backward = found_of(lambda s=scores, g=grads: torch.autograd.backward(s, g))
+        return forward, backward
+
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("experts", "depth"), IN_TRITON)
+def test_resmixnet_in_triton(experts: int, depth: int, launches_in_triton: Any) -> None:
+    """Batch norm and sums take no launch of their own."""
+    forward, backward = launches_in_triton(ResMixNet(experts, depth), torch.randn(4, 3, 16, 16))
+    assert (len(forward), len(backward)) == IN_TRITON[experts, depth]
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+def test_isometric_net_in_triton(launches_in_triton: Any) -> None:
+    """A layer: three convolutions, a squeeze-excite, and the sum, which in CUDA C++ the next layer does."""
+    found = [launches_in_triton(IsometricNet(24, layers, 2, 5), torch.randn(4, 3, 16, 16)) for layers in (2, 3)]
+    forward, backward = (Counter(found[1][i]) - Counter(found[0][i]) for i in (0, 1))
+    kernels = {"_norm_conv": 3, "squeeze_excite": 1, "norm_sum": 1}
+    assert forward == {f"fastmod.kernels.{stem}.forward_kernel": count for stem, count in kernels.items()}
+    assert backward.total() == 14
 
 
 def test_resmixnet_can_be_captured() -> None:

@@ -103,7 +103,7 @@ def on_tensor_cores(name: str, dtype: str) -> bool:
         return kernel not in ("draw_kernel", "finish_kernel")
     if op == "template_mix":
         return kernel != "finish_kernel"
-    return op in ("masked_linear", "mfnnr", "smfr") and kernel != "penalty_kernel"
+    return op in ("masked_linear", "mfnnr", "smfr", "squeeze_excite") and kernel != "penalty_kernel"
 
 
 def test_tightest_kernel_does_not_spill() -> None:
