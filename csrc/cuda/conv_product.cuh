@@ -6,12 +6,15 @@
 namespace fastmod::cuda {
 
 // A block has kSides * kWarps warps. Each side computes 8 kN columns for all pixels, which are loaded into shared
-// memory once for both sides.
-template <typename T, int kM, int kN, bool kBackward, int kSides>
+// memory once for both sides. If there are four classes of pixels, each warp of a side has one; all classes read the same
+// pixels of the gradient, which are loaded and packed once for them.
+template <typename T, int kM, int kN, bool kBackward, int kSides, int kClasses = 1>
 struct Product {
+  static_assert(kClasses == 1 || (kBackward && kClasses == kWarps));
   using Unit = typename Operand<T>::Unit;
   static constexpr int kChannels = Operand<T>::kChannels, kPixels = kWarps * kM * 16, kColumns = kN * 8 * kSides;
   static constexpr int kThreads = cuda::kThreads * kSides;
+  static constexpr int kOfClass = kPixels / kClasses;
   static constexpr bool kBackwards = kBackward;
 
   // Offsets in bytes of shared memory. The results overlap the rest, which is no longer needed by then.
@@ -36,10 +39,10 @@ struct Product {
 
   const Problem<T>& p;
   const Place& place;
-  const Window &wy, &wx;
   unsigned char* memory;
   Layout layout;
   int expert, column0;
+  unsigned turn;  // of the classes among the warps, so that the longest is not always on the same part of the GPU
 
   __device__ int64_t* table() const { return reinterpret_cast<int64_t*>(memory + layout.table); }
   __device__ float* found() const { return reinterpret_cast<float*>(memory + layout.found); }  // sums over experts
@@ -158,20 +161,22 @@ struct Product {
     }
   }
 
-  // Packs filters: units [tap of the window][step][column][4].
+  // Packs filters: units [tap][step][column][4], in the order in which they meet pixels. Of four classes, the taps of the
+  // first come first: one, two, two and four.
   __device__ void pack_weights() const {
     constexpr int kGroups = kThreads / (4 * kColumns);
     const int t = threadIdx.x % 4, column = threadIdx.x / 4 % kColumns, taps = p.shape.kernel * p.shape.kernel;
     const int steps = p.chunk / kStep<T>;
+    constexpr uint64_t kOfClasses = 0x026817354;  // a digit for each tap
     const T* weight = reinterpret_cast<const T*>(memory + layout.weight);
     Unit* units = reinterpret_cast<Unit*>(memory + layout.weights);
     // Every step's sum starts at zero and is truncated once; compensating for that costs least here.
     const float grown = depth() > kExactDepth ? kCutOff : 0.0f;
 #pragma unroll 2
-    for (int i = threadIdx.x / (4 * kColumns); i < wy.taps * wx.taps * steps; i += kGroups) {
+    for (int i = threadIdx.x / (4 * kColumns); i < taps * steps; i += kGroups) {
       const int tap = steps == 1 ? i : i / steps, local = (i - tap * steps) * kStep<T> + t * kChannels;
-      const int tap_y = wx.taps == 3 ? tap / 3 : tap / wx.taps, tap_x = tap - tap_y * wx.taps;
-      const int from = (wy.weight + tap_y * wy.weight_step) * p.shape.kernel + wx.weight + tap_x * wx.weight_step;
+      int from = kBackward ? taps - 1 - tap : tap;
+      if constexpr (kClasses == 4) from = taps == 1 ? 0 : static_cast<int>(kOfClasses >> 4 * tap & 15);
       float v[kChannels];
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
@@ -187,28 +192,39 @@ struct Product {
     return kSides == 1 ? 0 : static_cast<int>(threadIdx.x) / cuda::kThreads * kN * 8;
   }
 
+  // This warp's share of the pixels: a part of them, or a class.
+  __device__ int share() const {
+    const unsigned warp = threadIdx.x / kWarp;
+    return static_cast<int>((kClasses == 4 ? warp + turn : warp) % kWarps);
+  }
+
   // Adds one chunk's share to the sums.
   __device__ void multiply(float (&total)[kM][kN][4], float (&low)[kM][kN][4]) const {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    const int side = first_column(), warp = static_cast<int>(threadIdx.x) / kWarp % kWarps;
+    const int own = share(), parity_y = own >> 1, parity_x = own & 1, first = kClasses == 4 ? 0 : own * kM * 16;
+    const bool none = kClasses == 4 && p.shape.kernel == 1 && own > 0;  // only even pixels of even rows have a gradient
+    const Window window = window_of(p.shape.kernel, p.shape.stride, kBackward);
+    const int taps_y = kClasses == 4 ? (none ? 0 : window_of(p.shape.kernel, 2, true, parity_y).taps) : window.taps;
+    const int taps_x = kClasses == 4 ? window_of(p.shape.kernel, 2, true, parity_x).taps : window.taps;
     // Either a row of taps, or the steps of a single tap, never both.
-    const int steps = p.chunk / kStep<T>, products = wx.taps * steps, columns = p.tiling.columns * 4;
+    const int steps = p.chunk / kStep<T>, products = taps_x * steps, columns = p.tiling.columns * 4;
     const int stride = steps == 1 ? 4 : p.tiling.read() * 4;
-    const Unit* weights = reinterpret_cast<const Unit*>(memory + layout.weights) + side * 4 + lane;
+    const Unit* weights = reinterpret_cast<const Unit*>(memory + layout.weights) + first_column() * 4 + lane;
+    if constexpr (kClasses == 4) weights += (own == 0 ? 0 : 2 * own - 1) * steps * kColumns * 4;
     const Unit* rows[kM][2];  // where the lane's two rows of each product start to read
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = (warp * kM + m) * 16 + half * 8 + g;
+        const int i = first + m * 16 + half * 8 + g;
         const int image = i >> (p.tiling.log_h + p.tiling.log_w), y = i >> p.tiling.log_w & ((1 << p.tiling.log_h) - 1);
         const int x = i & ((1 << p.tiling.log_w) - 1);
-        const int start = (image * p.tiling.rows + y * wy.step) * p.tiling.columns + x * wx.step;
+        const int start = (image * p.tiling.rows + y * window.step) * p.tiling.columns + x * window.step;
         rows[m][half] = reinterpret_cast<const Unit*>(memory + layout.units) + start * 4 + t;
       }
     }
 #pragma unroll 1
-    for (int tap_y = 0; tap_y < wy.taps; ++tap_y) {
+    for (int tap_y = 0; tap_y < taps_y; ++tap_y) {
       int offset = tap_y * columns;
 #pragma unroll 1
       for (int i = products; i > 0; --i) {
@@ -261,7 +277,8 @@ struct Product {
     }
   }
 
-  // Computes the whole product into results(), [pixel][column]. All threads may read it on return.
+  // Computes the whole product into results(), [pixel][column], a class after the
+  // other. All threads may read it on return.
   __device__ void run() const {
     float total[kM][kN][4] = {}, low[kM][kN][4] = {};
     __syncthreads();  // the table is complete; results of the previous expert have been read
@@ -276,7 +293,7 @@ struct Product {
       multiply(total, low);
     }
     __syncthreads();
-    const int lane = threadIdx.x % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp % kWarps;
+    const int lane = threadIdx.x % kWarp, own = share();
     float* out = results() + first_column();
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -284,7 +301,7 @@ struct Product {
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int i = (warp * kM + m) * 16 + j / 2 * 8 + lane / 4;
+          const int i = (own * kM + m) * 16 + j / 2 * 8 + lane / 4;
           out[i * kPitch + n * 8 + lane % 4 * 2 + j % 2] = total[m][n][j] + low[m][n][j];
         }
       }

@@ -45,25 +45,27 @@ struct Operand<float> {
 template <typename T>
 constexpr int kStep = 4 * Operand<T>::kChannels;
 
-// Along one dimension: result i reads image pixels i * advance + first + tap, tap < taps, with filter tap
-// weight + tap * weight_step. Shared memory holds every `spacing`-th image pixel; results are `step` of those apart.
+// Along one dimension: result i reads image pixels i * advance + first + tap, tap < taps. Shared memory holds every
+// `spacing`-th image pixel; results are `step` of those apart.
 struct Window {
-  int taps, first, weight, weight_step, advance, spacing, step;
+  int taps, first, advance, spacing, step;
 };
-// For the gradient with stride 2, results of each parity (even or odd) form an image of their own.
-__host__ __device__ inline Window window_of(int kernel, int stride, bool backward, int parity) {
-  if (!backward) return kernel == 3 ? Window{3, -1, 0, 1, stride, 1, stride} : Window{1, 0, 0, 0, stride, stride, 1};
-  if (stride == 1) return kernel == 3 ? Window{3, -1, 2, -1, 1, 1, 1} : Window{1, 0, 0, 0, 1, 1, 1};
-  if (kernel == 1) return Window{1 - parity, 0, 0, 0, 1, 1, 1};
-  return parity ? Window{2, 0, 2, -2, 1, 1, 1} : Window{1, 0, 1, 0, 1, 1, 1};
+// For the gradient with stride 2, results of each parity (even or odd) form an image of their own. Those of odd ones
+// read all that even ones do.
+__host__ __device__ inline Window window_of(int kernel, int stride, bool backward, int parity = 1) {
+  if (!backward) return kernel == 3 ? Window{3, -1, stride, 1, stride} : Window{1, 0, stride, stride, 1};
+  if (stride == 1) return kernel == 3 ? Window{3, -1, 1, 1, 1} : Window{1, 0, 1, 1, 1};
+  return kernel == 3 ? Window{1 + parity, 0, 1, 1, 1} : Window{1, 0, 1, 1, 1};
 }
 
-// A tile: 2^log_b images, 2^log_h rows, 2^log_w columns of results, which read rows x columns pixels of each image.
+// A tile: 2^log_b images, 2^log_h rows, 2^log_w columns of results, which read rows x columns pixels of each image. For
+// the gradient with stride 2, as many results of each of four classes: pairs of parities.
 struct Tiling {
   int log_b, log_h, log_w, rows, columns, across, down, classes;
   int64_t tiles;
   __host__ __device__ int read() const { return (rows * columns) << log_b; }
-  int per_image() const { return across * down * classes; }
+  __host__ __device__ int log_pixels() const { return log_b + log_h + log_w; }
+  __host__ __device__ int per_image() const { return across * down; }
 };
 
 inline int log_at_least(int value, int most) {
@@ -75,10 +77,10 @@ inline int log_at_least(int value, int most) {
 // high, wide: of the results, or of the even results if there are four classes.
 inline Tiling tiling_of(const ConvShape& shape, bool backward, int high, int wide, int log_pixels, int most_read) {
   const int classes = backward && shape.stride == 2 ? 4 : 1;
-  const Window window = window_of(shape.kernel, shape.stride, backward, shape.kernel == 3 ? 1 : 0);
+  const Window window = window_of(shape.kernel, shape.stride, backward);
   Tiling t{};
   t.classes = classes;
-  t.log_w = log_at_least(wide, 4);
+  t.log_w = log_at_least(wide, (log_pixels + 1) / 2);  // square, which has the least border
   t.log_h = log_at_least(high, log_pixels - t.log_w);
   for (;;) {
     t.log_b = log_pixels - t.log_h - t.log_w;
@@ -97,17 +99,14 @@ inline Tiling tiling_of(const ConvShape& shape, bool backward, int high, int wid
 // The position of a tile.
 struct Place {
   int64_t b;
-  int y, x, parity_y, parity_x, part;  // part: index of the tile in the image, for sums per image
+  int y, x, part;  // part: index of the tile in the image, for sums per image
   __device__ Place(const Tiling& t, int64_t tile) {
-    const int64_t spatial = quotient(tile, t.classes), row = quotient(spatial, t.across), group = quotient(row, t.down);
-    const int of_class = static_cast<int>(tile - spatial * t.classes);
-    const int down = static_cast<int>(row - group * t.down), across = static_cast<int>(spatial - row * t.across);
+    const int64_t row = quotient(tile, t.across), group = quotient(row, t.down);
+    const int down = static_cast<int>(row - group * t.down), across = static_cast<int>(tile - row * t.across);
     b = group << t.log_b;
     y = down << t.log_h;
     x = across << t.log_w;
-    parity_y = of_class >> 1;
-    parity_x = of_class & 1;
-    part = (down * t.across + across) * t.classes + of_class;
+    part = down * t.across + across;
   }
 };
 
@@ -123,14 +122,14 @@ struct Pixel {
 
 // Fills the table of pixels that a tile reads: offset in memory of the first channel for expert 0, or -1 outside.
 // There are `images` images for each b.
-__device__ inline void fill_table(int64_t* table, const Tiling& t, const Place& place, const Window& wy,
-                                  const Window& wx, int64_t batch, int high, int wide, int images, int channels) {
+__device__ inline void fill_table(int64_t* table, const Tiling& t, const Place& place, const Window& window,
+                                  int64_t batch, int high, int wide, int images, int channels) {
   const int size = t.rows * t.columns;
 #pragma unroll 1
   for (int i = threadIdx.x; i < t.read(); i += static_cast<int>(blockDim.x)) {
     const int image = i / size, rest = i - image * size, row = rest / t.columns, column = rest - row * t.columns;
-    const int y = place.y * wy.advance + wy.first + row * wy.spacing;
-    const int x = place.x * wx.advance + wx.first + column * wx.spacing;
+    const int y = place.y * window.advance + window.first + row * window.spacing;
+    const int x = place.x * window.advance + window.first + column * window.spacing;
     const bool inside = place.b + image < batch && y >= 0 && y < high && x >= 0 && x < wide;
     const int64_t pixel = (place.b + image) * images * high * wide + y * wide + x;
     table[i] = inside ? pixel * channels : -1;
@@ -156,8 +155,8 @@ bool on_tensor_cores(const ConvShape& shape) {
 }
 
 // With stride 2 a tile reads four times as many pixels.
-__host__ __device__ inline bool half_tiles(const ConvShape& shape, bool backward) {
-  return !backward && shape.stride == 2 && shape.kernel == 3;
+__host__ __device__ inline bool half_tiles(const ConvShape& shape) {
+  return shape.stride == 2 && shape.kernel == 3;
 }
 
 }  // namespace fastmod::cuda

@@ -8,6 +8,9 @@
 // in the layout of the tensor cores, fp32 as two tf32 numbers each. The taps of the filter then differ only in where
 // they start to read.
 //
+// With stride 2, pixels of the gradient of the input fall into four classes, by the parities of row and column, each with
+// taps of its own: one, two, two and four. Each warp has a class, and all read one tile of the gradient.
+//
 // If there are more channels and still enough blocks, a block has twice the warps and 64 result channels: pixels are
 // then read and packed only once for them.
 //
@@ -27,12 +30,15 @@ __host__ __device__ inline bool narrow_columns(const ConvShape& shape, bool back
   return backward ? shape.shared || shape.in <= 16 : shape.out <= 16;
 }
 
-// Whether blocks of 64 columns leave few of them empty. If experts share x, the sums over them are in shared memory.
+// Whether blocks of 64 columns leave few of them empty. If experts share x, the sums over them are in shared memory; and
+// classes of pixels would take registers that the others do not need.
 bool wide_columns(const ConvShape& shape, bool backward) {
   const int columns = backward ? shape.in : shape.out, rest = columns % 64;
-  return columns > 32 && (rest == 0 || rest > 32) && !(backward && shape.shared);
+  return columns > 32 && (rest == 0 || rest > 32) && !(backward && (shape.shared || shape.stride == 2));
 }
-constexpr int kOwnShared = 4096;       // what kernels declare statically
+template <typename T>
+constexpr int kBlocks = sizeof(T) == 4 ? 2 : 3;  // of a multiprocessor: a few registers more would cost the third
+constexpr int kOwnShared = 4096;                 // what kernels declare statically
 constexpr int64_t kEnoughBlocks = 96;  // for a GPU; fewer blocks of twice the size would leave more of it idle
 
 template <typename Own, typename T>
@@ -41,7 +47,7 @@ __host__ __device__ inline typename Own::Layout layout_of(const Problem<T>& p) {
   return {p.tiling, p.chunk, p.shape.kernel, both, Own::kBackwards && p.shape.shared};
 }
 
-// How many pixels of a tile are inside. Forward only, where there is one class.
+// How many pixels of a tile are inside. Forward only, where there is one class of them.
 __device__ inline int pixels_inside(const Tiling& t, const Place& place, int64_t batch, int high, int wide) {
   const int64_t images = batch - place.b;
   return (images < (1 << t.log_b) ? static_cast<int>(images) : 1 << t.log_b) * at_most(high - place.y, 1 << t.log_h) *
@@ -70,9 +76,9 @@ __device__ void forward(const ForwardTask<T>& task, const Block& block, unsigned
   const int expert = block.z, column0 = block.y * kColumns;
   const Tiling& t = p.tiling;
   const Place place(t, block.x);
-  const Window window = window_of(p.shape.kernel, p.shape.stride, false, 0);
-  const Own product{p, place, window, window, memory, layout_of<Own>(p), expert, column0};
-  fill_table(product.table(), t, place, window, window, p.shape.batch, p.shape.high, p.shape.wide,
+  const Own product{p, place, memory, layout_of<Own>(p), expert, column0, 0};
+  const Window window = window_of(p.shape.kernel, p.shape.stride, false);
+  fill_table(product.table(), t, place, window, p.shape.batch, p.shape.high, p.shape.wide,
              p.shape.shared ? 1 : p.shape.experts, p.shape.in);
   product.run();
 
@@ -150,33 +156,37 @@ __device__ void forward(const ForwardTask<T>& task, const Block& block, unsigned
   });
 }
 
-// Calls run(tiles of 16 pixels per warp, tiles of 8 columns) for a convolution.
+// Calls run(tiles of 16 pixels per warp, tiles of 8 columns, classes of pixels) for a convolution.
 #pragma nv_exec_check_disable  // run is host or device code, like the caller
-template <int kSides, typename Run>
-__host__ __device__ auto by_form(const ConvShape& shape, bool backward, Run run) {
+template <int kSides, bool kBackward, typename Run>
+__host__ __device__ auto by_form(const ConvShape& shape, Run run) {
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;
   using Four = std::integral_constant<int, 4>;
-  const bool few = kSides == 1 && narrow_columns(shape, backward);
-  if (half_tiles(shape, backward)) {
+  const bool few = kSides == 1 && narrow_columns(shape, kBackward);
+  if constexpr (kBackward) {
     if constexpr (kSides == 1) {
-      if (few) return run(One{}, Two{});
+      if (shape.stride == 2) return few ? run(Two{}, Two{}, Four{}) : run(Two{}, Four{}, Four{});
     }
-    return run(One{}, Four{});
+  } else if (half_tiles(shape)) {
+    if constexpr (kSides == 1) {
+      if (few) return run(One{}, Two{}, One{});
+    }
+    return run(One{}, Four{}, One{});
   }
   if constexpr (kSides == 1) {
-    if (few) return run(Two{}, Two{});
+    if (few) return run(Two{}, Two{}, One{});
   }
-  return run(Two{}, Four{});
+  return run(Two{}, Four{}, One{});
 }
 
 // Bytes of shared memory; for by_form.
 template <typename T, bool kBackward, int kSides>
 struct Bytes {
   const Problem<T>& p;
-  template <typename M, typename N>
-  __host__ __device__ int operator()(M, N) const {
-    return layout_of<Product<T, M::value, N::value, kBackward, kSides>>(p).end;
+  template <typename M, typename N, typename Classes>
+  __host__ __device__ int operator()(M, N, Classes) const {
+    return layout_of<Product<T, M::value, N::value, kBackward, kSides, Classes::value>>(p).end;
   }
 };
 
@@ -184,7 +194,7 @@ template <typename T, int kSides>
 __device__ void forward_of(const Group<ForwardTask<T>>& group, unsigned char* memory, float* sums) {
   const ForwardTask<T>& task = own_task(group);
   const Block block = block_of(task.share);
-  by_form<kSides>(task.p.shape, false, [&](auto tiles_m, auto tiles_n) {
+  by_form<kSides, false>(task.p.shape, [&](auto tiles_m, auto tiles_n, auto) {
     forward<T, decltype(tiles_m)::value, decltype(tiles_n)::value, kSides>(task, block, memory, sums);
   });
 }
@@ -218,20 +228,18 @@ struct BackwardTask {
 
 // Blocks: tiles x columns x experts; x shared: one block for all experts. Scratch: sums for scale and shift
 // [2, E, tiles, in], then for the gate [E, B, tiles of an image, in].
-template <typename T, int kN, int kSides>
+template <typename T, int kN, int kSides, int kClasses>
 __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsigned char* memory, float* sums) {
-  using Own = Product<T, 2, kN, true, kSides>;
+  using Own = Product<T, 2, kN, true, kSides, kClasses>;
   constexpr int kThreads = Own::kThreads, kColumns = Own::kColumns, kRows = kThreads / kColumns;
   const Problem<T>& p = task.p;
   const Tiling& t = p.tiling;
   const ConvShape& shape = p.shape;
   const Place place(t, block.x);
-  const Window wy = window_of(shape.kernel, shape.stride, true, place.parity_y);
-  const Window wx = window_of(shape.kernel, shape.stride, true, place.parity_x);
   const bool shared = shape.shared;
   const int first_expert = shared ? 0 : block.z, end_expert = shared ? shape.experts : first_expert + 1;
   const int column0 = block.y * kColumns, column = threadIdx.x % kColumns, row = threadIdx.x / kColumns;
-  const int channel = column0 + column, spread = t.classes == 4 ? 2 : 1, per_image = t.across * t.down * t.classes;
+  const int channel = column0 + column, per_image = t.per_image();
   const bool there = channel < shape.in;
   const int64_t each = static_cast<int64_t>(block.across) * shape.in, all = shape.experts * each;
   const int64_t gates = shape.batch * per_image * shape.in;  // per expert
@@ -243,9 +251,10 @@ __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsi
   const bool vector_grad = by_four(task.grad_x, shape.in) && fours > 0;
   float of_scale[4] = {}, of_shift[4] = {};
   for (int expert = first_expert; expert < end_expert; ++expert) {
-    const Own product{p, place, wy, wx, memory, layout_of<Own>(p), expert, column0};
+    const Own product{p, place, memory, layout_of<Own>(p), expert, column0, block.x};
     if (expert == first_expert) {
-      fill_table(product.table(), t, place, wy, wx, shape.batch, p.out_high, p.out_wide, shape.experts, shape.out);
+      const Window window = window_of(shape.kernel, shape.stride, true);
+      fill_table(product.table(), t, place, window, shape.batch, p.out_high, p.out_wide, shape.experts, shape.out);
     }
     product.run();
     float* results = product.results();
@@ -255,9 +264,14 @@ __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsi
       if (j < fours) affine[j] = affine_of(p.input, shape.in, expert, four + j);
     }
 #pragma unroll 2
-    for (int i = threadIdx.x / kFours; i < Own::kPixels; i += kThreads / kFours) {
-      const Pixel pixel(t, place, i);
-      const int y = pixel.y * spread + place.parity_y, x = pixel.x * spread + place.parity_x;
+    for (int nth = threadIdx.x / kFours; nth < Own::kPixels; nth += kThreads / kFours) {
+      // Neighbours in memory come one after the other, also those of different classes.
+      const int pair = nth >> (1 + t.log_w), parity_x = nth & 1, parity_y = pair & 1;
+      const int local = kClasses == 1 ? nth : (pair >> 1 << t.log_w) + (nth >> 1 & ((1 << t.log_w) - 1));
+      const int i = kClasses == 1 ? nth : (2 * parity_y + parity_x) * Own::kOfClass + local;
+      const Pixel pixel(t, place, local);
+      const int y = kClasses == 1 ? pixel.y : 2 * pixel.y + parity_y;
+      const int x = kClasses == 1 ? pixel.x : 2 * pixel.x + parity_x;
       auto& result = *reinterpret_cast<Four<float>*>(results + i * Own::kPitch + four - column0);
       if (fours <= 0 || pixel.b >= shape.batch || y >= shape.high || x >= shape.wide) {
         result = {};
@@ -324,7 +338,10 @@ __device__ void backward_x(const BackwardTask<T>& task, const Block& block, unsi
       const int pixels = 1 << (t.log_h + t.log_w);
       for (int image = row; there && image < 1 << t.log_b && place.b + image < shape.batch; image += kRows) {
         float total = 0;
-        for (int i = 0; i < pixels; ++i) total += results[(image * pixels + i) * Own::kPitch + column];
+        for (int of_class = 0; of_class < kClasses; ++of_class) {
+          const float* first = results + (of_class * Own::kOfClass + image * pixels) * Own::kPitch + column;
+          for (int i = 0; i < pixels; ++i) total += first[i * Own::kPitch];
+        }
         partials[2 * all + expert * gates + ((place.b + image) * per_image + place.part) * shape.in + channel] = total;
       }
     }
@@ -352,12 +369,13 @@ template <typename T, int kSides>
 __device__ void backward_x_of(const Group<BackwardTask<T>>& group, unsigned char* memory, float* sums) {
   const BackwardTask<T>& task = own_task(group);
   const Block block = block_of(task.share, task.p.shape.shared ? 1 : task.p.shape.experts);
-  by_form<kSides>(task.p.shape, true, [&](auto, auto tiles_n) {
-    backward_x<T, decltype(tiles_n)::value, kSides>(task, block, memory, sums);
+  by_form<kSides, true>(task.p.shape, [&](auto, auto tiles_n, auto classes) {
+    backward_x<T, decltype(tiles_n)::value, kSides, decltype(classes)::value>(task, block, memory, sums);
   });
 }
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2) backward_x_kernel(const __grid_constant__ Group<BackwardTask<T>> group) {
+__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+    backward_x_kernel(const __grid_constant__ Group<BackwardTask<T>> group) {
   FASTMOD_DYNAMIC_SHARED(memory);
   FASTMOD_SHARED(float, sums, kThreads);
   backward_x_of<T, 1>(group, memory, sums);
@@ -375,16 +393,18 @@ int chunk_of(const ConvShape& shape) {
   return shape.kernel == 1 ? 2 * kStep<T> : kStep<T>;
 }
 
-Tiling product_tiling(const ConvShape& shape, bool backward) {
-  const bool half = half_tiles(shape, backward);
-  const int spread = backward ? shape.stride : 1;
-  const int high = backward ? (shape.high + spread - 1) / spread : shape.out_high();
-  const int wide = backward ? (shape.wide + spread - 1) / spread : shape.out_wide();
-  return tiling_of(shape, backward, high, wide, half ? 6 : 7, half ? 300 : 256);
-}
 int column_blocks(const ConvShape& shape, bool backward, int sides = 1) {
   const int each = narrow_columns(shape, backward) ? 16 : 32 * sides;
   return ((backward ? shape.in : shape.out) + each - 1) / each;
+}
+
+Tiling product_tiling(const ConvShape& shape, bool backward) {
+  if (!backward) {
+    const bool half = half_tiles(shape);
+    return tiling_of(shape, false, shape.out_high(), shape.out_wide(), half ? 6 : 7, half ? 300 : 256);
+  }
+  if (shape.stride == 1) return tiling_of(shape, true, shape.high, shape.wide, 7, 256);
+  return tiling_of(shape, true, (shape.high + 1) / 2, (shape.wide + 1) / 2, 5, 72);
 }
 
 }  // namespace
@@ -419,7 +439,7 @@ Grouped<ForwardTask<T>> grouped(const ConvForward<T>* convs, int size, bool allo
                        rows_aligned(input.x, shape.in) && residual,
                        rows_aligned(weight, row) && rows_aligned(weight, gap), !allow_tf32, gap};
     group.add({p, bias, y, mean, var, scratch, tickets, norm, {}}, tiling.tiles, column_blocks(shape, false, kSides),
-              shape.experts, by_form<kSides>(shape, false, Bytes<T, false, kSides>{p}));
+              shape.experts, by_form<kSides, false>(shape, Bytes<T, false, kSides>{p}));
   }
   return group;
 }
@@ -440,7 +460,7 @@ Grouped<BackwardTask<T>> grouped(const ConvBackwardX<T>* convs, int size, bool a
     group.add({p, conv.grad_x, conv.grad_scale, conv.grad_shift, conv.grad_gate, conv.grad_sum, conv.grad_residual,
                conv.scratch, conv.tickets, {}},
               tiling.tiles, column_blocks(shape, true, kSides), shape.shared ? 1 : shape.experts,
-              by_form<kSides>(shape, true, Bytes<T, true, kSides>{p}));
+              by_form<kSides, true>(shape, Bytes<T, true, kSides>{p}));
   }
   return group;
 }

@@ -259,14 +259,14 @@ __device__ void backward_weight(const Task<T>& task, const Block& block, unsigne
   const Tiling& t = p.tiling;
   const int expert = block.z, across = (shape.in + kIn - 1) / kIn;
   const int out0 = block.y / across * kOut, in0 = block.y % across * kIn;
-  const Window window = window_of(shape.kernel, shape.stride, false, 0);
+  const Window window = window_of(shape.kernel, shape.stride, false);
   const Own product{p, window, memory, {t, p.grad.y != nullptr}, expert, out0, in0};
   const int64_t filter0 = static_cast<int64_t>(expert) * shape.out + out0;
   float total[kTaps][kM][4] = {}, of_bias[kChannels] = {};
   for (int64_t tile = block.x; tile < t.tiles; tile += block.across) {
     const Place place(t, tile);
     if (tile == block.x) {
-      fill_table(product.table(), t, place, window, window, shape.batch, shape.high, shape.wide,
+      fill_table(product.table(), t, place, window, shape.batch, shape.high, shape.wide,
                  shape.shared ? 1 : shape.experts, shape.in);
       __syncthreads();
       product.load(place);
@@ -278,7 +278,7 @@ __device__ void backward_weight(const Task<T>& task, const Block& block, unsigne
     __syncthreads();
     if (tile + block.across < t.tiles) {
       const Place next(t, tile + block.across);
-      fill_table(product.table(), t, next, window, window, shape.batch, shape.high, shape.wide,
+      fill_table(product.table(), t, next, window, shape.batch, shape.high, shape.wide,
                  shape.shared ? 1 : shape.experts, shape.in);
       __syncthreads();
       product.load(next);
@@ -362,7 +362,7 @@ __host__ __device__ auto by_form(const ConvShape& shape, Run run) {
   using Half = std::integral_constant<int, 32>;
   const bool few = shape.out <= 16;
   if (shape.kernel == 1) return few ? run(One{}, Usual{}, One{}) : run(One{}, Usual{}, Two{});
-  if (half_tiles(shape, false)) return few ? run(Nine{}, Half{}, One{}) : run(Nine{}, Half{}, Two{});
+  if (half_tiles(shape)) return few ? run(Nine{}, Half{}, One{}) : run(Nine{}, Half{}, Two{});
   return few ? run(Nine{}, Usual{}, One{}) : run(Nine{}, Usual{}, Two{});
 }
 
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_weight_kernel(const __gr
 }
 
 Tiling weight_tiling(const ConvShape& shape) {
-  const bool half = half_tiles(shape, false);
+  const bool half = half_tiles(shape);
   return tiling_of(shape, false, shape.out_high(), shape.out_wide(), half ? 5 : 6, half ? 162 : 112);
 }
 int weight_blocks(const ConvShape& shape) {

@@ -32,72 +32,111 @@ __device__ inline void write(const Compute<T> (&v)[kMany], T* to) {
   *reinterpret_cast<Pack<T, kMany>*>(to) = pack;
 }
 
-// kMany channels of the terms to add up. i: index of (image, pixel, channel) with the experts' images; at: index of
-// (expert, channel).
-template <typename T, int kMany>
-__device__ inline void sum_at(const SumInput<T>& input, int64_t i, int64_t residual, int64_t at,
-                              Compute<T> (&v)[kMany]) {
-  using C = Compute<T>;
-  C scale[kMany], shift[kMany];
-  read_wide(input.x + i, v);
-  read(input.scale + at, scale);
-  read(input.shift + at, shift);
-#pragma unroll
-  for (int j = 0; j < kMany; ++j) v[j] = scale[j] * v[j] + shift[j];
-  if (!input.residual) return;
-  C other[kMany];
-  read_wide(input.residual + residual, other);
-  if (input.residual_scale) {
-    read(input.residual_scale + at, scale);
-    read(input.residual_shift + at, shift);
-#pragma unroll
-    for (int j = 0; j < kMany; ++j) other[j] = scale[j] * other[j] + shift[j];
-  }
-#pragma unroll
-  for (int j = 0; j < kMany; ++j) v[j] += other[j];
+// ---- forward: a block has a slice of channels and a tile of pixels of one image, with a gate of all its experts
+
+constexpr int kSlice = 32;     // channels of a block at most
+constexpr int kTimes = 4;      // pixels of a thread
+constexpr int kFactors = 512;  // experts x channels whose factors a block keeps at a time
+constexpr int kGates = kFactors / kSlice;
+
+// How a launch is cut: channels of a slice; tiles of an image and the pixels of one, `rows` of them at a time.
+struct Cut {
+  int channels, tiles, pixels, rows;
+};
+template <int kMany>
+Cut cut_of(const SumShape& shape) {
+  const int units = shape.channels / kMany, most = kSlice / kMany, slices = (units + most - 1) / most;
+  const int each = (units + slices - 1) / slices, rows = kThreads / each, fit = kTimes * rows;
+  const int tiles = (shape.pixels + fit - 1) / fit;
+  return {each * kMany, tiles, (shape.pixels + tiles - 1) / tiles, rows};
 }
 
-// A thread has kMany channels of one pixel of the result.
+// What scales the images, for some experts at a time; aligned, as a thread reads four channels at once.
+template <typename C>
+struct alignas(4 * sizeof(C)) Factors {
+  C scale[kFactors], shift[kFactors], residual_scale[kFactors], residual_shift[kFactors], gate[kGates];
+};
+
+// A block reads what scales its images once, not for every pixel.
 template <typename T, int kMany>
 __global__ void __launch_bounds__(kThreads, 4)
     forward_kernel(const __grid_constant__ SumInput<T> input, T* out, const __grid_constant__ SumShape shape,
-                   int64_t count) {
+                   const __grid_constant__ Cut cut) {
   using C = Compute<T>;
-  const int64_t thread = global_thread();
-  if (thread >= count) return;
-  const int across = shape.channels / kMany;
-  const int64_t pixel = quotient(thread, across);
-  const int channel = static_cast<int>(thread - pixel * across) * kMany;
-  const int64_t image = quotient(pixel, shape.pixels);
-  C v[kMany];
-  if (!input.gate) {
-    const int64_t b = quotient(image, shape.experts), expert = image - b * shape.experts;
-    const int64_t i = pixel * shape.channels + channel;
-    const int64_t residual = shape.shared ? i - (image - b) * shape.pixels * shape.channels : i;
-    sum_at(input, i, residual, expert * shape.channels + channel, v);
-    if (input.relu) {
-#pragma unroll
-      for (int j = 0; j < kMany; ++j) v[j] = rectified(v[j]);
+  FASTMOD_SHARED(Factors<C>, factors, 1);
+  const int64_t image = quotient(blockIdx.x, cut.tiles);  // of the result
+  const int tile = static_cast<int>(blockIdx.x - image * cut.tiles), first_channel = blockIdx.y * cut.channels;
+  const int left = shape.channels - first_channel, channels = left < cut.channels ? left : cut.channels;
+  const int across = cut.channels / kMany, row = threadIdx.x / across;
+  const int channel = static_cast<int>(threadIdx.x) % across * kMany;
+  const bool there = row < cut.rows && channel < channels;
+  const int64_t b = input.gate ? image : quotient(image, shape.experts);
+  const int first_expert = input.gate ? 0 : static_cast<int>(image - b * shape.experts);
+  const int end_expert = input.gate ? shape.experts : first_expert + 1;
+  const int first_pixel = tile * cut.pixels + row;
+  const int end_pixel = tile * cut.pixels + cut.pixels < shape.pixels ? tile * cut.pixels + cut.pixels : shape.pixels;
+  const int64_t size = static_cast<int64_t>(shape.pixels) * shape.channels;
+  const int64_t inner = static_cast<int64_t>(first_pixel) * shape.channels + first_channel + channel;
+  const int64_t step = static_cast<int64_t>(cut.rows) * shape.channels;
+  const int most = kFactors / cut.channels < kGates ? kFactors / cut.channels : kGates;
+  C total[kTimes][kMany] = {};
+#pragma unroll 1
+  for (int begin = first_expert; begin < end_expert; begin += most) {
+    const int held = end_expert - begin < most ? end_expert - begin : most;
+    if (begin > first_expert) __syncthreads();  // the factors before have been read
+    for (int i = threadIdx.x; i < held * channels; i += kThreads) {
+      const int expert = i / channels, at_channel = i - expert * channels, to = expert * cut.channels + at_channel;
+      const int64_t at = static_cast<int64_t>(begin + expert) * shape.channels + first_channel + at_channel;
+      factors->scale[to] = input.scale[at];
+      factors->shift[to] = input.shift[at];
+      factors->residual_scale[to] = input.residual_scale ? input.residual_scale[at] : C(1);
+      factors->residual_shift[to] = input.residual_scale ? input.residual_shift[at] : C(0);
     }
-    return write(v, out + i);
-  }
-  C total[kMany] = {};
-  const int64_t inner = (pixel - image * shape.pixels) * shape.channels + channel;
-  for (int expert = 0; expert < shape.experts; ++expert) {
-    const int64_t of = image * shape.experts + expert, size = static_cast<int64_t>(shape.pixels) * shape.channels;
-    const C gate = widen(input.gate[of]);
-    sum_at(input, of * size + inner, (shape.shared ? image : of) * size + inner,
-           static_cast<int64_t>(expert) * shape.channels + channel, v);
+    if (static_cast<int>(threadIdx.x) < held) {
+      factors->gate[threadIdx.x] = input.gate ? widen(input.gate[b * shape.experts + begin + threadIdx.x]) : C(1);
+    }
+    __syncthreads();
+    if (!there) continue;
+#pragma unroll 1
+    for (int expert = 0; expert < held; ++expert) {
+      const int64_t of = input.gate ? b * shape.experts + begin + expert : image;
+      const T* x = input.x + of * size + inner;
+      const T* residual = input.residual ? input.residual + (shape.shared ? b : of) * size + inner : nullptr;
+      const int at = expert * cut.channels + channel;
+      const C gate = factors->gate[expert];
+      C scale[kMany], shift[kMany], residual_scale[kMany], residual_shift[kMany];
+      read(factors->scale + at, scale);
+      read(factors->shift + at, shift);
+      read(factors->residual_scale + at, residual_scale);
+      read(factors->residual_shift + at, residual_shift);
 #pragma unroll
-    for (int j = 0; j < kMany; ++j) total[j] += gate * (input.relu ? rectified(v[j]) : v[j]);
+      for (int k = 0; k < kTimes; ++k) {
+        if (first_pixel + k * cut.rows >= end_pixel) continue;
+        C v[kMany], other[kMany] = {};
+        read_wide(x + k * step, v);
+        if (residual) read_wide(residual + k * step, other);
+#pragma unroll
+        for (int j = 0; j < kMany; ++j) {
+          v[j] = scale[j] * v[j] + shift[j];
+          if (residual) v[j] += residual_scale[j] * other[j] + residual_shift[j];
+          total[k][j] += gate * (input.relu ? rectified(v[j]) : v[j]);
+        }
+      }
+    }
   }
-  write(total, out + pixel * shape.channels + channel);
+  if (!there) return;
+  T* to = out + image * size + inner;
+#pragma unroll
+  for (int k = 0; k < kTimes; ++k) {
+    if (first_pixel + k * cut.rows < end_pixel) write(total[k], to + k * step);
+  }
 }
 
 // ---- backward: a block has kChannels channels and kPixels pixels of one image, and all its experts
 
 constexpr int kChannels = kWarp;
-constexpr int kRows = kThreads / kChannels;
+constexpr int kRows = kThreads / kChannels;  // as many as a channel has factors
+static_assert(kRows == 4);
 constexpr int kPixels = 64;
 constexpr int kEach = kPixels / kRows;
 
@@ -111,40 +150,56 @@ __global__ void __launch_bounds__(kThreads, 2)
                     Compute<T>* partials, unsigned* tickets, const __grid_constant__ SumShape shape) {
   using C = Compute<T>;
   FASTMOD_SHARED(C, sums, kThreads);
+  FASTMOD_SHARED(C, factors, 4 * kChannels);  // of one expert, and its gate
+  FASTMOD_SHARED(C, gates, 1);
   const int tiles = tiles_of(shape.pixels);
   const int64_t b = blockIdx.x / tiles, size = static_cast<int64_t>(shape.pixels) * shape.channels;
   const int tile = blockIdx.x % tiles, row = threadIdx.x / kChannels;
   const int channel = blockIdx.y * kChannels + threadIdx.x % kChannels;
   const bool there = channel < shape.channels;
   const int64_t each = static_cast<int64_t>(gridDim.x) * shape.channels, all = shape.experts * each;
-  C found[kEach] = {};  // for a residual that the experts share
+  const int first_pixel = tile * kPixels + row, pixels = there ? shape.pixels - first_pixel : 0;
+  const int64_t inner = static_cast<int64_t>(first_pixel) * shape.channels + channel;
+  const int64_t step = static_cast<int64_t>(kRows) * shape.channels;
+  C found[kEach] = {};             // for a residual that the experts share
+  C of_out[kEach], shared[kEach];  // what they share is read once: the gradient of their sum, and such a residual
   for (int expert = 0; expert < shape.experts; ++expert) {
     const int64_t image = b * shape.experts + expert, at = static_cast<int64_t>(expert) * shape.channels + channel;
-    const C gate = input.gate ? widen(input.gate[image]) : C(1);
-    const C scale = there ? input.scale[at] : C(0), shift = there ? input.shift[at] : C(0);
-    const bool scaled = there && input.residual_scale;
-    const C residual_scale = scaled ? input.residual_scale[at] : C(1);
-    const C residual_shift = scaled ? input.residual_shift[at] : C(0);
+    const C* factor = row == 0 ? input.scale : input.shift;
+    if (row > 1) factor = row == 2 ? input.residual_scale : input.residual_shift;
+    factors[threadIdx.x] = there && factor ? factor[at] : row == 2 ? C(1) : C(0);
+    if (threadIdx.x == 0) gates[0] = input.gate ? widen(input.gate[image]) : C(1);
+    __syncthreads();  // the factors before have been read: sums of rows came in between
+    const int lane = threadIdx.x % kChannels;
+    const C scale = factors[lane], shift = factors[kChannels + lane], residual_scale = factors[2 * kChannels + lane];
+    const C residual_shift = factors[3 * kChannels + lane], gate = gates[0];
     C of_scale = 0, of_shift = 0, of_residual_scale = 0, of_gate = 0;
+    const bool read_shared = expert == 0 || !shape.shared, read_grad = expert == 0 || !input.gate;
+    const int64_t alone = image * size + inner, common = b * size + inner;
+    const T* x = input.x + alone;
+    const T* residual = input.residual ? input.residual + (shape.shared ? common : alone) : nullptr;
+    const T* grad_at = grad + (input.gate ? common : alone);
+    T* grad_x = grads.x ? grads.x + alone : nullptr;
+    T* grad_residual = grads.residual ? grads.residual + (shape.shared ? common : alone) : nullptr;
+    const bool write_residual = grads.residual && (!shape.shared || expert + 1 == shape.experts);
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      const int pixel = tile * kPixels + row + k * kRows;
-      if (!there || pixel >= shape.pixels) continue;
-      const int64_t inner = static_cast<int64_t>(pixel) * shape.channels + channel, i = image * size + inner;
-      const int64_t from = shape.shared ? b * size + inner : i;
-      const C x = widen(input.x[i]), other = input.residual ? widen(input.residual[from]) : C(0);
-      C value = scale * x + shift;
-      if (input.residual) value += residual_scale * other + residual_shift;
-      C g = widen(grad[input.gate ? b * size + inner : i]);
+      if (k * kRows >= pixels) continue;
+      const int64_t at = k * step;
+      if (read_shared) shared[k] = residual ? widen(residual[at]) : C(0);
+      if (read_grad) of_out[k] = widen(grad_at[at]);
+      const C read = widen(x[at]), other = shared[k];
+      const C value = scale * read + shift + (residual_scale * other + residual_shift);
+      C g = of_out[k];
       of_gate += g * (input.relu ? rectified(value) : value);
       g = input.relu && value <= C(0) ? C(0) : g * gate;
-      of_scale += g * x;
+      of_scale += g * read;
       of_shift += g;
       of_residual_scale += g * other;
-      if (grads.x) narrow(g * scale, grads.x + i);
+      if (grad_x) narrow(g * scale, grad_x + at);
       if (!grads.residual) continue;
       found[k] = g * residual_scale + (shape.shared ? found[k] : C(0));
-      if (!shape.shared || expert + 1 == shape.experts) narrow(found[k], grads.residual + from);
+      if (write_residual) narrow(found[k], grad_residual + at);
     }
     of_scale = sum_of_rows<kChannels>(of_scale, sums);
     of_shift = sum_of_rows<kChannels>(of_shift, sums);
@@ -156,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       own[2 * all] = of_residual_scale;
     }
     if (grads.gate) {
-      of_gate = sum_of_rows<1>(of_gate, sums);  // over all threads
+      of_gate = block_sum(of_gate);
       C* own = partials + 3 * all + (static_cast<int64_t>(expert) * gridDim.x + blockIdx.x) * gridDim.y + blockIdx.y;
       if (threadIdx.x == 0) *own = of_gate;
     }
@@ -196,31 +251,29 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 template <typename T>
 bool by_four(const SumInput<T>& input, const T* out, const SumShape& shape) {
-  using C = Compute<T>;
-  const auto aligned = [](const void* pointer, size_t bytes) {
-    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
-  };
-  const bool images = aligned(input.x, 4 * sizeof(T)) && aligned(input.residual, 4 * sizeof(T)) &&
-                      aligned(out, 4 * sizeof(T));
-  return shape.channels % 4 == 0 && sizeof(C) == 4 && images && aligned(input.scale, 16) && aligned(input.shift, 16) &&
-         aligned(input.residual_scale, 16) && aligned(input.residual_shift, 16);
+  const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % (4 * sizeof(T)) == 0; };
+  return shape.channels % 4 == 0 && aligned(input.x) && aligned(input.residual) && aligned(out);
+}
+
+template <typename T, int kMany>
+cudaError_t forward(const SumInput<T>& input, T* out, const SumShape& shape, cudaStream_t stream) {
+  const int64_t images = shape.batch * (input.gate ? 1 : shape.experts);
+  if (images * shape.pixels * shape.channels == 0) return cudaSuccess;
+  const Cut cut = cut_of<kMany>(shape);
+  const unsigned slices = (shape.channels + cut.channels - 1) / cut.channels;
+  const dim3 grid(blocks_for(images * cut.tiles, 1).x, slices);
+  const auto kernel = forward_kernel<T, kMany>;
+  return FASTMOD_LAUNCH(kernel, grid, kThreads, stream, input, out, shape, cut);
 }
 
 }  // namespace
 
 template <typename T>
 cudaError_t norm_sum_forward(SumInput<T> input, T* out, SumShape shape, cudaStream_t stream) {
-  const int64_t images = shape.batch * (input.gate ? 1 : shape.experts);
-  const int64_t count = images * shape.pixels * shape.channels;
-  if (count == 0) return cudaSuccess;
   if constexpr (sizeof(T) <= 4) {
-    if (by_four(input, out, shape)) {
-      const auto kernel = forward_kernel<T, 4>;
-      return FASTMOD_LAUNCH(kernel, blocks_for(count / 4, kThreads), kThreads, stream, input, out, shape, count / 4);
-    }
+    if (by_four(input, out, shape)) return forward<T, 4>(input, out, shape, stream);
   }
-  const auto kernel = forward_kernel<T, 1>;
-  return FASTMOD_LAUNCH(kernel, blocks_for(count, kThreads), kThreads, stream, input, out, shape, count);
+  return forward<T, 1>(input, out, shape, stream);
 }
 
 template <typename T>

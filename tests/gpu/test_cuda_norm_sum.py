@@ -21,6 +21,7 @@ SUMS = [
     Sum((2, 3, 37, 4, 7), residual="shared", scaled=True),
     Sum((2, 2, 36, 4, 7), residual="none", relu=False),
     Sum((1, 1, 1, 1, 1), gate=True),
+    Sum((1, 19, 36, 3, 5), residual="shared", scaled=True, gate=True),  # more experts than are kept at a time
     Sum((0, 2, 3, 4, 4)),
 ]
 
