@@ -151,17 +151,19 @@ def _still_good(folder: Path) -> dict[worker.Job, list[manifest.Kernel]]:
 def _run(missing: list[worker.Job], folder: Path, scratch: str, jobs: int) -> Iterator[worker.Done]:
     from fastmod.gpu import worker
 
-    jobs = min(jobs, len(missing))
+    groups = worker.together(missing)
+    jobs = min(jobs, len(groups))
     if jobs <= 1:
         with worker.here(scratch):
-            for job in missing:
-                yield worker.run(job, folder)
+            for group in groups:
+                for job in group:
+                    yield worker.run(job, folder)
         return
     # Spawned: compilers have threads, which a forked process would lack.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, worker.begin, (scratch,)) as pool:
         try:
-            for future in as_completed([pool.submit(worker.run, job, folder) for job in missing]):
-                yield future.result()
+            for future in as_completed([pool.submit(worker.run_all, group, folder) for group in groups]):
+                yield from future.result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -17,6 +19,8 @@ from fastmod.gpu.specialisation import Specialisation
 from fastmod.gpu.targets import Target
 
 PRODUCTS = re.compile(r"\b(?:wg)?mma\.|\btcgen05\.mma")  # the instructions of tensor cores in PTX
+#: Options that Triton derives from a target and that matter to its front end only for numbers of eight bits.
+_OF_ONE_TARGET = ("arch", "supported_fp8_dtypes", "deprecated_fp8_dot_operand_dtypes", "max_num_imprecise_acc_default")
 _ALIGNED = [["tt.divisibility", 16]]  # as is the memory of every torch tensor
 
 
@@ -27,6 +31,30 @@ def on_target(spec: Specialisation, target: Target | None) -> Specialisation:
     options = {name: value for name, value in spec.on_amd.items() if name in spec.options}
     values = {name: value for name, value in spec.on_amd.items() if name not in spec.options}
     return spec._replace(values={**spec.values, **values}, options={**spec.options, **options}, on_amd={})
+
+
+class _Source(ASTSource):
+    """Triton's front end, which runs Python over a kernel's syntax tree, asks a target for no more than its maker: the
+    code that it makes for the first one is read back for the others."""
+
+    read_before: ClassVar[OrderedDict[tuple[str, ...], str]] = OrderedDict()
+    most = 64  # kernels of one op and dtype; up to a megabyte each
+
+    def make_ir(self, target: GPUTarget, options: Any, codegen_fns: Any, module_map: Any, context: Any) -> Any:
+        chosen = {name: value for name, value in vars(options).items() if name not in _OF_ONE_TARGET}
+        key = (target.backend, self.hash(), repr(sorted(chosen.items())))
+        if key not in self.read_before:
+            module = super().make_ir(target, options, codegen_fns, module_map, context)
+            self.read_before[key] = module.str()
+            if len(self.read_before) > self.most:
+                self.read_before.popitem(last=False)
+            return module
+        with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
+            file.write(self.read_before[key])
+            file.flush()
+            module = ir.parse_mlir_module(file.name, context)
+        module.context = context  # which lives as long
+        return module
 
 
 def source(spec: Specialisation, target: Target | None = None) -> ASTSource:
@@ -52,7 +80,7 @@ def source(spec: Specialisation, target: Target | None = None) -> ASTSource:
             attributes.update({(i, j): _ALIGNED for j in range(len(value))})
         else:
             signature[name], constants[name] = "constexpr", value
-    return ASTSource(spec.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return _Source(spec.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def key(spec: Specialisation, target: Target) -> str:

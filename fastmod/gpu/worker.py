@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -69,6 +69,18 @@ def run(job: Job, folder: Path) -> Done:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         telling = [line for line in lines if "error" in line.lower()] or lines or [type(error).__name__]
         return Done(job, [], telling[0])
+
+
+def run_all(jobs: Sequence[Job], folder: Path) -> list[Done]:
+    return [run(job, folder) for job in jobs]
+
+
+def together(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Those that one process should do: a Triton kernel for all targets, as its front end then runs once."""
+    groups: dict[object, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.name if job.source == "triton" else job, []).append(job)
+    return list(groups.values())
 
 
 def _triton(job: Job, folder: Path) -> manifest.Kernel:

@@ -46,6 +46,11 @@ def test_out_of_bounds_is_caught(asan: Harness, name: str) -> None:
         probe(asan, name)
 
 
+def test_undefined_behaviour_is_caught(asan: Harness) -> None:
+    with pytest.raises(CrashError, match="undefined behaviour"):
+        probe(asan, "overflow")
+
+
 def test_uninitialised_shared_memory_is_nan(plain: Harness) -> None:
     got = probe(plain, "uninitialised", 2)
     assert (got[::2] == 0).all()

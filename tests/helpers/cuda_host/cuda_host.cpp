@@ -29,6 +29,8 @@ dim3 grid_size, block_size;
 namespace {
 
 constexpr size_t kStack = 256 * 1024;
+// Stacks that all began at the same place of a page would share a few lines of the cache: every switch would miss.
+constexpr size_t kStagger = 7 * 64, kStaggered = 32;
 constexpr size_t kMaxStatic = 48 * 1024, kMaxShared = 64 * 1024, kMaxLarge = 99 * 1024;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxAsync = 512, kMaxGroups = 8;
@@ -64,12 +66,12 @@ struct Fiber : Context {
   void* mine = nullptr;                     // of a collective, with what it does
   void (*run)(void* const*) = nullptr;
   bool fenced = false;
-  AsyncQueue async;
 };
 
 Context scheduler;
 Fiber* current = nullptr;
 std::vector<Fiber> fibers;
+std::vector<AsyncQueue> queues;  // of the fibers; 12 KB each, apart from what the scheduler looks at all the time
 const std::function<void()>* body = nullptr;
 std::mt19937_64 order;
 std::string failure;
@@ -183,6 +185,8 @@ void fiber_main() {
   std::abort();  // never resumed
 }
 
+AsyncQueue& queue_of(const Fiber& fiber) { return queues[static_cast<size_t>(&fiber - fibers.data())]; }
+
 void prepare(Fiber& fiber) {
 #if defined(CUDA_HOST_TSAN)
   fiber.stack = from_pool(kStack);  // a stack used again in the next block would be a race
@@ -190,7 +194,8 @@ void prepare(Fiber& fiber) {
   if (!fiber.stack) fiber.stack = map_memory(kStack);
 #endif
 #if defined(__x86_64__)
-  void** top = reinterpret_cast<void**>(fiber.stack + kStack);
+  const size_t stagger = static_cast<size_t>(&fiber - fibers.data()) % kStaggered * kStagger;
+  void** top = reinterpret_cast<void**>(fiber.stack + kStack - stagger);
   *--top = nullptr;  // aligns the stack as after a call
   *--top = reinterpret_cast<void*>(&fiber_main);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
@@ -209,7 +214,8 @@ void prepare(Fiber& fiber) {
   fiber.state = State::kReady;
   fiber.run = nullptr;
   fiber.fenced = false;
-  fiber.async.begin = fiber.async.end = fiber.async.groups = 0;
+  AsyncQueue& queue = queue_of(fiber);
+  queue.begin = queue.end = queue.groups = 0;
 }
 
 void wait(State state, int line) {
@@ -357,7 +363,7 @@ void collective(void* mine, void (*run)(void* const*), int line) {
 }
 
 void push_async(const AsyncCopy& copy, int line) {
-  AsyncQueue& queue = current->async;
+  AsyncQueue& queue = queue_of(*current);
   const auto misaligned = [&](const void* at) { return reinterpret_cast<uintptr_t>(at) % copy.bytes != 0; };
   current->line = line;
   if (copy.bytes != 4 && copy.bytes != 8 && copy.bytes != 16) {
@@ -376,13 +382,13 @@ void push_async(const AsyncCopy& copy, int line) {
 }
 
 void commit_async() {
-  AsyncQueue& queue = current->async;
+  AsyncQueue& queue = queue_of(*current);
   if (queue.groups == kMaxGroups) std::abort();
   queue.group_end[queue.groups++] = queue.end;
 }
 
 bool pop_async(int groups_left, AsyncCopy* copy) {
-  AsyncQueue& queue = current->async;
+  AsyncQueue& queue = queue_of(*current);
   while (queue.groups > groups_left) {
     if (queue.begin < queue.group_end[0]) {
       *copy = queue.copies[queue.begin++];
@@ -473,7 +479,10 @@ cudaError_t launch(dim3 grid, dim3 block, size_t dynamic, const std::function<vo
   block_size = block;
   body = &kernel;
   dynamic_bytes = dynamic;
-  if (fibers.size() < threads) fibers.resize(threads);
+  if (fibers.size() < threads) {
+    fibers.resize(threads);
+    queues.resize(threads);
+  }
 #if defined(CUDA_HOST_TSAN)
   if (pool) munmap(pool, kPool);
   pool = map_memory(kPool);

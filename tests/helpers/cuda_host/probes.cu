@@ -50,6 +50,10 @@ __global__ void global_out_of_bounds_kernel(const float* in, float* out) {
   out[global_thread()] = in[global_thread() + 1];
 }
 
+__global__ void overflow_kernel(const float* in, float* out) {
+  out[global_thread()] = static_cast<float>(0x7fffffff + static_cast<int>(in[global_thread()]));
+}
+
 __global__ void uninitialised_kernel(const float* in, float* out) {
   FASTMOD_SHARED(float, values, kThreads);
   if (threadIdx.x % 2 == 0) values[threadIdx.x] = in[global_thread()];
@@ -250,6 +254,7 @@ cudaError_t probe(const char* name, const float* in, float* out, int64_t blocks)
   PROBE(missing_barrier)
   PROBE(shared_out_of_bounds)
   PROBE(global_out_of_bounds)
+  PROBE(overflow)
   PROBE(uninitialised)
   PROBE(exited_thread)
   PROBE(divergent_barrier)
