@@ -1,7 +1,7 @@
 """Triton kernels and launchers of ``masked_linear``: weights are masked tile by tile, just before they are multiplied.
 
-A program takes two samples one after the other, which share one tile of the weight, its logits and thresholds. The
-products have parts of the sum as their batch axis, which are added up at the end. There is never a masked copy of the
+A program takes four samples at once, which share one tile of the weight, its logits and thresholds. The products have
+samples and parts of the sum as their batch axis; parts are added up at the end. There is never a masked copy of the
 weight in memory. Many layers share a launch: the programs of each follow those of the previous one, with equal tiles.
 
 Element (o, i) of sample s has the noise of index ``s * P + o * IN + i``, with ``P = OUT * IN``.
@@ -23,6 +23,7 @@ from fastmod.kernels._common import (
     guard,
     key,
     seed_args,
+    tickets_for,
     uniform_of,
 )
 from fastmod.kernels._images import IEEE, TF32_THRICE, power, precision, read, rounded
@@ -30,13 +31,12 @@ from fastmod.kernels._masked_linear import (
     UNCERTAIN_WORDS,
     layer_and_program,
     low_words,
-    masked_tiles,
-    multiplied,
     of_layer,
     part_of_rows,
     place,
+    product_with_masks,
     quick_slope,
-    rows_tile,
+    share_of,
     store_rows,
     tile_words,
 )
@@ -44,36 +44,42 @@ from fastmod.kernels.sample_mask import ALL_WORDS, EXACT_OPTIONS, slope_at, slop
 from torch import Tensor
 
 from fastmod.gpu.specialisation import Dtype, Specialisation
+from fastmod.ops._checks import compute_dtype
 
 LAST_WORD = tl.constexpr(0xFFFFFFFF)
 #: Whether inline assembly for NVIDIA GPUs is allowed: not on AMD, and not in the interpreter.
 NVIDIA = torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1"
-#: Columns of a program's result, and how much of the sum each of its PARTS takes per step. Parts are the batch axis of
-#: the products, with two warps each, so that few warps load and split the same numbers. tl.dot needs at least 16. AMD's
-#: compiler spills scalars with larger values.
-COLUMNS, DEPTH, PARTS = (32, 16, 4) if torch.version.hip is None else (16, 16, 2)
-#: The most samples per program, which share weights and thresholds. More samples would need too many registers.
-SAMPLES = 2 if torch.version.hip is None else 1
-#: Programs that a large GPU needs. If there are fewer, each takes one sample and half as many columns: weights and
-#: thresholds are then read for every sample, but such a small weight fits a cache.
-ENOUGH = 100
+#: Columns of a program's result, and how much of the sum each of its parts takes per step. tl.dot needs at least 16.
+#: AMD's compiler spills scalars with larger values.
+COLUMNS, DEPTH = (32, 16) if torch.version.hip is None else (16, 16)
+#: Parts of the sum by the samples per program, which share weights and thresholds. Samples and parts are the batch axis
+#: of the products: with one for each of eight warps, no number is loaded from shared memory or split twice. More of
+#: them would need too many registers.
+PARTS = {4: 2, 2: 4, 1: 4} if torch.version.hip is None else {1: 2}
+#: Programs that a large GPU needs. If there are fewer, several share a sum of so many steps each; where it is too short
+#: for that, a program takes fewer samples and half as many columns: weights and thresholds are then read for every
+#: sample, but such a small weight fits a cache.
+ENOUGH, STEPS = 100, 8
 #: Nothing is loaded ahead: registers and shared memory are for tiles.
 STEP_OPTIONS = {**EXACT_OPTIONS, "num_stages": 1, "num_warps": 8}
 WEIGHT_OPTIONS = {**STEP_OPTIONS, "num_warps": 4}
-#: Tiles for the gradients of weight and logits; in quads and at tau = 1 eight times as large, on AMD twice.
+#: Tiles for the gradients of weight and logits; in quads and at tau = 1 eight times as large, four times where there
+#: would be too few, on AMD twice.
 WEIGHT_TILE = {"BLOCK_O": 16, "BLOCK_I": 16}
 WEIGHT_TILE_QUADS = {"BLOCK_O": 32, "BLOCK_I": 64, "BLOCK_R": 16}
+WEIGHT_TILE_FEW = {"BLOCK_O": 32, "BLOCK_I": 32, "BLOCK_R": 16}
 WEIGHT_TILE_AMD = {"BLOCK_O": 16, "BLOCK_I": 32, "BLOCK_R": 16}
 
 
 @triton.jit(do_not_specialize=["first_sample", "samples", "rows", "programs", "bias_step"])
 def forward_kernel(
-    x_ptr, weight_ptr, logits_ptr, biases_ptr, out_ptr, seed_ptr, seed_value: tl.int64, first_sample: tl.int64,
-    samples: tl.int64, rows: tl.int64, programs: tl.int32, bias_step: tl.int64, x_step: tl.int64,
-    weight_step: tl.int64, logits_step: tl.int64, biases_step: tl.int64, seed_step: tl.int64, OUT: tl.int64,
-    IN: tl.int64, LAYERS: tl.constexpr, QUADS: tl.constexpr, NEAR: tl.constexpr, NVIDIA: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    x_ptr, weight_ptr, logits_ptr, biases_ptr, out_ptr, sums_ptr, tickets_ptr, seed_ptr, seed_value: tl.int64,
+    first_sample: tl.int64, samples: tl.int64, rows: tl.int64, programs: tl.int32, bias_step: tl.int64,
+    x_step: tl.int64, weight_step: tl.int64, logits_step: tl.int64, biases_step: tl.int64, seed_step: tl.int64,
+    OUT: tl.int64, IN: tl.int64, LAYERS: tl.constexpr, QUADS: tl.constexpr, NEAR: tl.constexpr, NVIDIA: tl.constexpr,
+    SPLITS: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr,
+    CT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_O outputs of BLOCK_R rows of BLOCK_S samples. LT: dtype that loaded values are rounded to, DT: dtype of the
     factors, CT: of the sums. Steps: distances between the tensors of two layers, 0 if layers share one."""
@@ -82,45 +88,36 @@ def forward_kernel(
         IN = IN // 4 * 4  # which the compiler is to know, for vectors of four
     if LAYERS:
         weight_ptr, logits_ptr, seed_ptr = of_layer(
-            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step
+            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step, QUADS
         )
-        x_ptr += layer * x_step
+        x_ptr += layer * (x_step // 4 * 4 if QUADS else x_step)
         out_ptr += layer * samples * rows * OUT
         if biases_ptr is not None:
             biases_ptr += layer * biases_step
+    pid, share, begin, end = share_of(pid, IN, PARTS * BLOCK_I, SPLITS)
     outer, block = place(pid, OUT, BLOCK_O)
     tile_of_rows, r = place(outer, rows, BLOCK_R)
     s = tile_of_rows.to(tl.int64) * BLOCK_S
     r = r * BLOCK_R + tl.arange(0, BLOCK_R)
-    o = block * BLOCK_O + tl.arange(0, BLOCK_O)
-    seed = key(seed_ptr, seed_value)
-    total = tl.zeros([PARTS, BLOCK_R, BLOCK_O], CT)
-    second = total
-    zeros = total + (pid < 0).to(CT)
-    for first in range(0, IN, PARTS * BLOCK_I):
-        w, w_second = masked_tiles(
-            weight_ptr, logits_ptr, seed, first_sample + s, o, first, OUT, IN, QUADS, NEAR, NVIDIA, BLOCK_S, BLOCK_O,
-            PARTS * BLOCK_I, LT, DT,
-        )  # fmt: skip
-        x = rows_tile(x_ptr, s, r, first, samples, rows, IN, PARTS, BLOCK_R, BLOCK_I, LT, DT)
-        w = tl.permute(tl.reshape(w, [BLOCK_O, PARTS, BLOCK_I]), (1, 2, 0))
-        total += multiplied(x, w, zeros, PRECISION, NVIDIA)
-        if BLOCK_S == 2:
-            x = rows_tile(x_ptr, s + 1, r, first, samples, rows, IN, PARTS, BLOCK_R, BLOCK_I, LT, DT)
-            w = tl.permute(tl.reshape(w_second, [BLOCK_O, PARTS, BLOCK_I]), (1, 2, 0))
-            second += multiplied(x, w, zeros, PRECISION, NVIDIA)
-    store_rows(out_ptr, total, s, r, o, samples, rows, OUT, biases_ptr, bias_step, LT)
-    if BLOCK_S == 2:
-        store_rows(out_ptr, second, s + 1, r, o, samples, rows, OUT, biases_ptr, bias_step, LT)
+    value = product_with_masks(
+        x_ptr, s, r, block * BLOCK_O, begin, end, weight_ptr, logits_ptr, key(seed_ptr, seed_value), first_sample,
+        samples, rows, OUT, IN, True, WHOLE, QUADS, NEAR, NVIDIA, PARTS, BLOCK_S, BLOCK_R, BLOCK_O, BLOCK_I, PRECISION,
+        LT, DT, CT,
+    )  # fmt: skip
+    store_rows(
+        out_ptr, value, sums_ptr, tickets_ptr, share, s, r, block * BLOCK_O, samples, rows, OUT, biases_ptr, bias_step,
+        SPLITS, BLOCK_S, BLOCK_R, BLOCK_O, LT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_sample", "samples", "rows", "programs"])
 def backward_x_kernel(
-    grad_ptr, weight_ptr, logits_ptr, dx_ptr, seed_ptr, seed_value: tl.int64, first_sample: tl.int64,
-    samples: tl.int64, rows: tl.int64, programs: tl.int32, weight_step: tl.int64, logits_step: tl.int64,
-    seed_step: tl.int64, OUT: tl.int64, IN: tl.int64, LAYERS: tl.constexpr, QUADS: tl.constexpr, NEAR: tl.constexpr,
-    NVIDIA: tl.constexpr, PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr, PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
+    grad_ptr, weight_ptr, logits_ptr, dx_ptr, sums_ptr, tickets_ptr, seed_ptr, seed_value: tl.int64,
+    first_sample: tl.int64, samples: tl.int64, rows: tl.int64, programs: tl.int32, weight_step: tl.int64,
+    logits_step: tl.int64, seed_step: tl.int64, OUT: tl.int64, IN: tl.int64, LAYERS: tl.constexpr,
+    QUADS: tl.constexpr, NEAR: tl.constexpr, NVIDIA: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    PRECISION: tl.constexpr, LT: tl.constexpr, DT: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_I inputs of BLOCK_R rows of BLOCK_S samples."""
     layer, pid = layer_and_program(programs, LAYERS)
@@ -128,34 +125,24 @@ def backward_x_kernel(
         IN = IN // 4 * 4  # which the compiler is to know, for vectors of four
     if LAYERS:
         weight_ptr, logits_ptr, seed_ptr = of_layer(
-            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step
+            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step, QUADS
         )
         grad_ptr += layer * samples * rows * OUT
         dx_ptr += layer * samples * rows * IN
+    pid, share, begin, end = share_of(pid, OUT, PARTS * BLOCK_O, SPLITS)
     outer, block = place(pid, IN, BLOCK_I)
     tile_of_rows, r = place(outer, rows, BLOCK_R)
     s = tile_of_rows.to(tl.int64) * BLOCK_S
     r = r * BLOCK_R + tl.arange(0, BLOCK_R)
-    begin = block * BLOCK_I
-    seed = key(seed_ptr, seed_value)
-    total = tl.zeros([PARTS, BLOCK_R, BLOCK_I], CT)
-    second = total
-    zeros = total + (pid < 0).to(CT)
-    for start in range(0, OUT, PARTS * BLOCK_O):
-        o = start + tl.arange(0, PARTS * BLOCK_O).to(tl.int64)
-        w, w_second = masked_tiles(
-            weight_ptr, logits_ptr, seed, first_sample + s, o, begin, OUT, IN, QUADS, NEAR, NVIDIA, BLOCK_S,
-            PARTS * BLOCK_O, BLOCK_I, LT, DT,
-        )  # fmt: skip
-        grad = rows_tile(grad_ptr, s, r, start, samples, rows, OUT, PARTS, BLOCK_R, BLOCK_O, LT, DT)
-        total += multiplied(grad, tl.reshape(w, [PARTS, BLOCK_O, BLOCK_I]), zeros, PRECISION, NVIDIA)
-        if BLOCK_S == 2:
-            grad = rows_tile(grad_ptr, s + 1, r, start, samples, rows, OUT, PARTS, BLOCK_R, BLOCK_O, LT, DT)
-            second += multiplied(grad, tl.reshape(w_second, [PARTS, BLOCK_O, BLOCK_I]), zeros, PRECISION, NVIDIA)
-    i = begin + tl.arange(0, BLOCK_I)
-    store_rows(dx_ptr, total, s, r, i, samples, rows, IN, None, 0, LT)
-    if BLOCK_S == 2:
-        store_rows(dx_ptr, second, s + 1, r, i, samples, rows, IN, None, 0, LT)
+    value = product_with_masks(
+        grad_ptr, s, r, block * BLOCK_I, begin, end, weight_ptr, logits_ptr, key(seed_ptr, seed_value), first_sample,
+        samples, rows, OUT, IN, False, WHOLE, QUADS, NEAR, NVIDIA, PARTS, BLOCK_S, BLOCK_R, BLOCK_O, BLOCK_I, PRECISION,
+        LT, DT, CT,
+    )  # fmt: skip
+    store_rows(
+        dx_ptr, value, sums_ptr, tickets_ptr, share, s, r, block * BLOCK_I, samples, rows, IN, None, 0, SPLITS, BLOCK_S,
+        BLOCK_R, BLOCK_I, LT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_sample", "samples", "rows", "programs"])
@@ -173,7 +160,7 @@ def backward_weight_kernel(
         IN = IN // 4 * 4  # which the compiler is to know, for vectors of four
     if LAYERS:
         weight_ptr, logits_ptr, seed_ptr = of_layer(
-            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step
+            layer, weight_ptr, logits_ptr, seed_ptr, weight_step, logits_step, seed_step, QUADS
         )
         grad_ptr += layer * samples * rows * OUT
         x_ptr += layer * x_step
@@ -243,21 +230,37 @@ def kinds(x: Tensor, low: torch.dtype | None) -> tuple[tl.dtype, tl.dtype, tl.dt
 
 
 def tile(
-    samples: int, rows: int, inputs: int, columns: int, block: str, loaded: tl.dtype, factors: tl.dtype, wide: tl.dtype,
+    samples: int, rows: int, outputs: int, inputs: int, block: str, loaded: tl.dtype, factors: tl.dtype, wide: tl.dtype,
     kind: int, near: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Constants of a product with ``columns`` columns, of which a program takes as many as its ``block``. near: groups
-    of the noise are below 2**32."""
-    double = wide == tl.float64
+    """Constants of a product, of whose columns a program takes as many as its ``block``. near: groups of the noise are
+    below 2**32. 16 bits need no guards, and with steps of two kinds they, and one sample, would spill registers."""
+    double, quads, nvidia = wide == tl.float64, inputs % 4 == 0, torch.version.hip is None
+    depth, columns = (inputs, outputs) if block == "BLOCK_O" else (outputs, inputs)
     constants = {
         "BLOCK_O": DEPTH, "BLOCK_I": DEPTH, block: DEPTH if double else COLUMNS, "BLOCK_R": power(rows, 16, 32),
-        "BLOCK_S": 1 if double or inputs % 4 else power(samples, 1, SAMPLES), "QUADS": inputs % 4 == 0, "NEAR": near,
-        "NVIDIA": NVIDIA, "PARTS": PARTS, "PRECISION": kind, "LT": loaded, "DT": factors, "CT": wide,
+        "BLOCK_S": together(samples) if nvidia and quads and not double else 1, "QUADS": quads, "NEAR": near,
+        "NVIDIA": NVIDIA, "SPLITS": 1, "PRECISION": kind, "LT": loaded, "DT": factors, "CT": wide,
     }  # fmt: skip
-    for fewer in ({"BLOCK_S": 1}, {block: DEPTH}):
-        if programs(samples, rows, columns, constants, block) < ENOUGH:
-            constants.update(fewer)
-    return constants
+    while True:
+        constants["PARTS"] = PARTS[constants["BLOCK_S"]]
+        constants["WHOLE"] = constants["BLOCK_S"] > 1 and factors == tl.float32
+        step = DEPTH * constants["PARTS"]
+        found = programs(samples, rows, columns, constants, block)
+        for splits in (1, 2, 4) if constants["BLOCK_S"] == 4 else (1,):
+            if splits * found >= ENOUGH and (splits == 1 or depth >= splits * STEPS * step):
+                return {**constants, "SPLITS": splits}
+        if constants["BLOCK_S"] > 1:
+            constants["BLOCK_S"] //= 2
+        elif constants[block] > DEPTH:
+            constants[block] = DEPTH
+        else:
+            return constants
+
+
+def together(samples: int) -> int:
+    """How many samples a program takes."""
+    return 1 if samples == 1 else 4 if samples % 4 in (0, 3) else 2
 
 
 def forward_options(constants: dict[str, Any]) -> dict[str, Any]:
@@ -266,22 +269,44 @@ def forward_options(constants: dict[str, Any]) -> dict[str, Any]:
     return WEIGHT_OPTIONS if small and torch.version.hip is None else STEP_OPTIONS
 
 
-def weight_tile(constants: dict[str, Any], at_one: bool, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def weight_tile(
+    constants: dict[str, Any], at_one: bool, layers: int, outputs: int, inputs: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constants and options of the gradients of weight and logits, from those of a product."""
     double = constants["CT"] == tl.float64
     quads = constants["QUADS"] and at_one and not double
     on_amd = torch.version.hip is not None
-    found = {**constants, **((WEIGHT_TILE_AMD if on_amd else WEIGHT_TILE_QUADS) if quads else WEIGHT_TILE)}
-    del found["BLOCK_S"], found["PARTS"]
+    large = WEIGHT_TILE_AMD if on_amd else WEIGHT_TILE_QUADS
+    if not on_amd and tiles(outputs, inputs, large) < ENOUGH:
+        large = WEIGHT_TILE_FEW
+    found = {**constants, **(large if quads else WEIGHT_TILE)}
+    for other in ("BLOCK_S", "PARTS", "SPLITS", "WHOLE"):
+        del found[other]
     # Logarithms, 64-bit numbers, offsets of layers and conversions to 16 bits need more registers, so twice the warps.
     few = on_amd or (constants["DT"] == tl.float32 and (layers == 1 or not quads))
     return found, WEIGHT_OPTIONS if at_one and not double and few else STEP_OPTIONS
 
 
+def tiles(outputs: int, inputs: int, constants: dict[str, Any]) -> int:
+    """How many programs a layer's gradients of weight and logits have."""
+    return triton.cdiv(outputs, constants["BLOCK_O"]) * triton.cdiv(inputs, constants["BLOCK_I"])
+
+
 def programs(samples: int, rows: int, columns: int, constants: dict[str, Any], block: str) -> int:
     """How many programs a layer's product with ``columns`` columns has."""
     groups = triton.cdiv(samples, constants["BLOCK_S"]) * triton.cdiv(rows, constants["BLOCK_R"])
-    return groups * triton.cdiv(columns, constants[block])
+    return groups * triton.cdiv(columns, constants[block]) * constants["SPLITS"]
+
+
+def sums(x: Tensor, each: int, constants: dict[str, Any], block: str) -> dict[str, Any]:
+    """Memory for shares of the sums of ``each`` programs, and tickets, where programs share a sum."""
+    if constants["SPLITS"] == 1:
+        return {"sums_ptr": None, "tickets_ptr": None}
+    numbers = constants["BLOCK_S"] * constants["BLOCK_R"] * constants[block]
+    return {
+        "sums_ptr": torch.empty(each * numbers, dtype=compute_dtype(x), device=x.device),
+        "tickets_ptr": tickets_for(x, each // constants["SPLITS"]),
+    }  # fmt: skip
 
 
 def near(weight: Tensor, first: int, samples: int) -> bool:
@@ -321,14 +346,14 @@ def masked_linear_forward(
     dense, x_step = each_contiguous(x, layers)
     if biases is not None and biases.stride(-1) != 1:
         biases = biases.contiguous()
-    constants = tile(samples, rows, inputs, outputs, "BLOCK_O", *kinds(x, low), near(weight, first, samples))
+    constants = tile(samples, rows, outputs, inputs, "BLOCK_O", *kinds(x, low), near(weight, first, samples))
     each = programs(samples, rows, outputs, constants, "BLOCK_O")
     with guard(x):
         forward_kernel[(layers * each,)](
             x_ptr=dense, x_step=x_step, biases_ptr=biases, bias_step=0 if biases is None else biases.stride(-2),
             biases_step=biases.stride(0) if many and biases is not None else 0, out_ptr=out, first_sample=first,
-            samples=samples, rows=rows, programs=each, **weight_args(weight, logits, seed), **constants,
-            **forward_options(constants),
+            samples=samples, rows=rows, programs=each, **weight_args(weight, logits, seed),
+            **sums(x, layers * each, constants, "BLOCK_O"), **constants, **forward_options(constants),
         )  # fmt: skip
     return out
 
@@ -356,7 +381,7 @@ def masked_linear_backward(
     if nothing:
         return found
     need_x, need_weight, need_logits = needs
-    constants = tile(samples, rows, inputs, inputs, "BLOCK_I", *kinds(x, low), near(weight, first, samples))
+    constants = tile(samples, rows, outputs, inputs, "BLOCK_I", *kinds(x, low), near(weight, first, samples))
     shared = {
         "grad_ptr": grad.contiguous(), "first_sample": first, "samples": samples, "rows": rows,
         **weight_args(weight, logits, seed),
@@ -365,11 +390,12 @@ def masked_linear_backward(
         if need_x:
             each = programs(samples, rows, inputs, constants, "BLOCK_I")
             backward_x_kernel[(layers * each,)](
-                dx_ptr=found[0], programs=each, **shared, **constants, **STEP_OPTIONS
+                dx_ptr=found[0], programs=each, **shared, **sums(x, layers * each, constants, "BLOCK_I"), **constants,
+                **STEP_OPTIONS,
             )  # fmt: skip
         if need_weight or need_logits:
-            small, launch_options = weight_tile(constants, tau == 1.0, layers)
-            each = triton.cdiv(outputs, small["BLOCK_O"]) * triton.cdiv(inputs, small["BLOCK_I"])
+            small, launch_options = weight_tile(constants, tau == 1.0, layers, outputs, inputs)
+            each = tiles(outputs, inputs, small)
             dense, x_step = each_contiguous(x, layers)
             backward_weight_kernel[(layers * each,)](
                 x_ptr=dense, x_step=x_step, dweight_ptr=found[1] if need_weight else None,
@@ -383,33 +409,44 @@ def masked_linear_backward(
 
 
 def specialisations(dtype: Dtype) -> list[Specialisation]:
-    """Few rows with a noise word per weight; many rows in quads, for one layer and for several; and few programs. With
-    16 bits the cases of 64 rows read fp32, as under autocast."""
+    """Few rows with a noise word per weight; many rows in quads, for one layer, for several and of two samples; few
+    programs; and sums that programs share. With 16 bits the cases of 64 rows read fp32, as under autocast."""
     on_amd = {"PRECISION": IEEE, "NEAR": False, "NVIDIA": False}
-    on_amd_step = {**on_amd, "BLOCK_S": 1, "BLOCK_O": DEPTH, "BLOCK_I": DEPTH, "PARTS": 2}
+    on_amd_step = {
+        **on_amd, "BLOCK_S": 1, "BLOCK_O": DEPTH, "BLOCK_I": DEPTH, "PARTS": 2, "SPLITS": 1, "WHOLE": False,
+    }  # fmt: skip
     found = []
-    for samples, rows, inputs, columns, layers in (
-        (3, 5, 33, 10_000, 1), (4, 64, 64, 10_000, 1), (4, 64, 64, 10_000, 8), (4, 32, 400, 400, 1),
+    for case, samples, rows, depth, columns in (
+        ("rows5", 3, 5, 33, 9_999), ("rows64", 4, 64, 64, 10_000), ("layers8", 4, 64, 64, 10_000),
+        ("pair", 2, 64, 64, 10_000), ("rows32", 4, 32, 400, 400), ("shared", 4, 32, 2_000, 2_000),
     ):  # fmt: skip
-        quads = inputs % 4 == 0
-        case = f"rows{rows}" if layers == 1 else f"layers{layers}"
+        quads, layers = depth % 4 == 0, 8 if case == "layers8" else 1
         p, low = dtype.wide_pointer if rows == 64 else dtype.pointer, dtype.pointer
         own = dtype.element, dtype.element, dtype.compute, TF32_THRICE if dtype.name == "fp32" else IEEE
-        sizes = {block: tile(samples, rows, inputs, columns, block, *own) for block in ("BLOCK_O", "BLOCK_I")}
+        sizes = {
+            "BLOCK_O": tile(samples, rows, columns, depth, "BLOCK_O", *own),
+            "BLOCK_I": tile(samples, rows, depth, columns, "BLOCK_I", *own),
+        }
         shared = {
             "weight_ptr": p,
             "logits_ptr": p,
             "seed_ptr": "*i64" if quads and columns > 400 else None,
             "LAYERS": layers > 1,
         }
-        forward = {**shared, **sizes["BLOCK_O"], "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": low}
-        backward_x = {**shared, **sizes["BLOCK_I"], "grad_ptr": low, "dx_ptr": p}
+        many = sizes["BLOCK_O"]["SPLITS"] > 1
+        product = {
+            **shared, "sums_ptr": dtype.wide_pointer if many else None, "tickets_ptr": "*i32" if many else None,
+        }  # fmt: skip
+        forward = {
+            **product, **sizes["BLOCK_O"], "x_ptr": p, "biases_ptr": p if quads else None, "out_ptr": low,
+        }  # fmt: skip
+        backward_x = {**product, **sizes["BLOCK_I"], "grad_ptr": low, "dx_ptr": p}
         found.append(
             Specialisation(forward_kernel, forward, forward_options(forward), case, {**on_amd_step, "num_warps": 8})
         )
         found.append(Specialisation(backward_x_kernel, backward_x, STEP_OPTIONS, case, on_amd_step))
-        for at_one in (True, False) if columns > 400 else ():
-            sizes_of_weight, of_weight = weight_tile(sizes["BLOCK_I"], at_one, layers)
+        for at_one in {"pair": (), "shared": (), "rows32": (True,)}.get(case, (True, False)):
+            sizes_of_weight, of_weight = weight_tile(sizes["BLOCK_I"], at_one, layers, columns, max(depth, 400))
             values = {
                 **shared, **sizes_of_weight, "grad_ptr": low, "x_ptr": p, "dlogits_ptr": p,
                 "dweight_ptr": p if quads == at_one else None, "AT_ONE": at_one,

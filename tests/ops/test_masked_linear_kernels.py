@@ -10,6 +10,7 @@ import torch
 
 import fastmod
 from fastmod import ops
+from fastmod.gpu import aten
 from tests.helpers import backends
 from tests.helpers.backends import isas
 from tests.helpers.mask_cases import drawn, in_a_process, threads
@@ -90,6 +91,92 @@ def test_triton_takes_one_launch_forward_and_two_backward(monkeypatch: pytest.Mo
         with fastmod.use_backend("triton"):
             layer(3)(*[t.requires_grad_() for t in draw(3, rows, 5, 4)[:3]]).sum().backward()
         assert launched == list(TRITON_KERNELS)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5])
+def test_triton_takes_whole_steps_first(samples: int) -> None:
+    """Sums of several steps and a rest, of columns that fill a tile and of some that do not."""
+    x, weight, logits = draw(samples, 5, 148, 44)[:3]
+    found = []
+    for name in ("triton", "reference"):
+        dtype = torch.float32 if name == "triton" else torch.float64
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight, logits)]
+        with fastmod.use_backend(name):
+            out = layer(samples)(*leaves)
+            found.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("samples", [2, 4])
+def test_triton_computes_again_what_is_infinite(samples: int, value: float) -> None:
+    """In whole steps nothing guards inf - inf; what it leaves is found and computed with guards."""
+    x, weight, logits = draw(samples, 3, 148, 44)[:3]
+    x[1, 5], x[4, 140], weight[3, 40], logits[9, 64] = value, value, value, value
+    found = []
+    for name in ("triton", "reference"):
+        with fastmod.use_backend(name):
+            leaf = x.clone().requires_grad_()
+            out = layer(samples)(leaf, weight, logits)
+            grad = torch.ones_like(out)
+            grad[2, 7] = value
+            found.append([out.detach(), *torch.autograd.grad(out, leaf, grad)])
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours.isnan(), expected.isnan()) and expected.isfinite().any()
+        torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("copies", [None, 2])
+def test_triton_programs_share_a_sum(copies: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there would be few: the last adds up, in the same order at every call, and leaves no ticket behind."""
+    kernels, common = import_module("fastmod.kernels.masked_linear"), import_module("fastmod.kernels._common")
+    numbers = [] if copies is None else [copies]
+    x, weight, logits = torch.randn(*numbers, 12, 148), torch.randn(*numbers, 68, 148), torch.randn(*numbers, 68, 148)
+    biases, grad = torch.randn(*numbers, 4, 68), torch.randn(*numbers, 12, 68)
+    seed = torch.tensor(SEED)
+
+    def results() -> list[torch.Tensor]:
+        out = kernels.masked_linear_forward(x, weight, logits, biases, seed, 4)
+        return [out, *kernels.masked_linear_backward(grad, x, weight, logits, seed, 4, 1.0, (True, False, False))]
+
+    monkeypatch.setattr(kernels, "STEPS", 1)
+    monkeypatch.setattr(kernels, "ENOUGH", 0)
+    alone = results()
+    for enough, expected in ((4, [2, 1]), (8, [4, 2])):
+        monkeypatch.setattr(kernels, "ENOUGH", enough)
+        blocks = ("BLOCK_O", "BLOCK_I")
+        assert [kernels.tile(4, 3, 68, 148, block, *kernels.kinds(x, None))["SPLITS"] for block in blocks] == expected
+        first, second = results(), results()
+        assert all(map(torch.equal, first, second))
+        for shared, one in zip(first, alone, strict=True):
+            torch.testing.assert_close(shared, one, rtol=0, atol=2e-5)
+        assert not any(tickets.any() for tickets in common._tickets.values())
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("size", [400, 2000])
+def test_triton_has_programs_for_a_large_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the papers' shapes, in one launch forward and two backward, torch's included."""
+    from triton.runtime import interpreter
+
+    grids: list[int] = []
+    left_out = lambda executor, *_, **__: grids.append(executor.grid[0])  # noqa: E731
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", left_out)
+    x, weight = torch.empty(128, size), torch.empty(size, size)
+    kernels, seed = import_module("fastmod.kernels.masked_linear"), torch.tensor(SEED)
+
+    def step() -> None:
+        kernels.masked_linear_forward(x, weight, weight, None, seed, 4)
+        kernels.masked_linear_backward(x, x, weight, weight, seed, 4, 1.0, (True,) * 3)
+
+    step()  # the tickets, which are kept
+    grids.clear()
+    assert aten.launches(step) == []
+    assert len(grids) == 3 and min(grids) >= 100, grids
 
 
 def test_threads_do_not_change_a_bit() -> None:
