@@ -1,18 +1,23 @@
 // norm_conv: the gradient of the weight on tensor cores, the product of gradients and inputs over all pixels; see
 // norm_conv.cu.
+#include <algorithm>
+
 #include "conv_group.cuh"
 
 namespace fastmod::cuda {
 namespace {
 
-constexpr int kShareGroup = 8;  // small, as partial weights are large
+constexpr int kShareGroup = 8;    // small, as partial weights are large
+constexpr int kOwnShared = 1024;  // more than kernels declare statically
 
-// A block takes kOut output and kIn input channels and every gridDim.x-th tile of pixels. Two warps share the input
-// channels, and two such pairs share the pixels of a tile.
-template <typename T, int kTaps, int kPixels, int kM>
+// A block takes kOut output and kIn input channels and every gridDim.x-th tile of pixels. It has twice as many warps for
+// 32 input channels as for 16, so that gradients, of which y makes two tensors, are read and packed once for 32. Each warp
+// has eight input channels; two such rows of warps share the pixels of a tile.
+template <typename T, int kTaps, int kPixels, int kM, int kSides>
 struct WeightProduct {
   using Unit = typename Operand<T>::Unit;
-  static constexpr int kChannels = Operand<T>::kChannels, kOut = 16 * kM, kIn = 16;
+  static constexpr int kChannels = Operand<T>::kChannels, kOut = 16 * kM, kIn = 16 * kSides, kEights = kIn / 8;
+  static constexpr int kThreads = cuda::kThreads * kSides;
   static constexpr bool kWide = sizeof(T) == 4;
   static constexpr int kDepth = kWide ? 8 : 16;                   // pixels per instruction
   static constexpr int kOwn = kPixels / 2, kSteps = kOwn / kDepth;  // per warp
@@ -33,7 +38,7 @@ struct WeightProduct {
       grads = input + pixels * kIn * static_cast<int>(sizeof(T));
       inputs = grads + kPixels * kGradPitch * static_cast<int>(sizeof(Packed));
       end = inputs + pixels * kInPitch * static_cast<int>(sizeof(Packed));
-      const int sums = grad + 2 * kWarp * kTaps * kM * 4 * 4;  // of two warps
+      const int sums = grad + kEights * kWarp * kTaps * kM * 4 * 4;  // of half the warps
       if (end < sums) end = sums;
     }
   };
@@ -158,9 +163,9 @@ struct WeightProduct {
 
   __device__ void multiply(float (&total)[kTaps][kM][4]) const {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, warp = threadIdx.x / kWarp;
-    const int first = warp / 2 * kOwn, columns = p.tiling.columns;
+    const int first = warp / kEights * kOwn, columns = p.tiling.columns;
     const Packed* grads = reinterpret_cast<const Packed*>(memory + layout.grads);
-    const Packed* inputs = reinterpret_cast<const Packed*>(memory + layout.inputs) + warp % 2 * 8;
+    const Packed* inputs = reinterpret_cast<const Packed*>(memory + layout.inputs) + warp % kEights * 8;
 #pragma unroll 1
     for (int begin = first; begin < first + kOwn; begin += kGroup * kDepth) {
       if constexpr (kWide) {
@@ -250,10 +255,11 @@ struct Task {
 
 // Blocks: shares of the tiles x (out and in channels) x experts. Scratch: partial weights [shares, E, out, in, taps],
 // then partial biases [shares, E, out].
-template <typename T, int kTaps, int kPixels, int kM>
+template <typename T, int kTaps, int kPixels, int kM, int kSides>
 __device__ void backward_weight(const Task<T>& task, const Block& block, unsigned char* memory) {
-  using Own = WeightProduct<T, kTaps, kPixels, kM>;
-  constexpr int kChannels = Own::kChannels, kOut = Own::kOut, kIn = Own::kIn;
+  using Own = WeightProduct<T, kTaps, kPixels, kM, kSides>;
+  constexpr int kChannels = Own::kChannels, kOut = Own::kOut, kIn = Own::kIn, kEights = Own::kEights;
+  constexpr int kThreads = Own::kThreads;
   const Problem<T>& p = task.p;
   const ConvShape& shape = p.shape;
   const Tiling& t = p.tiling;
@@ -287,17 +293,17 @@ __device__ void backward_weight(const Task<T>& task, const Block& block, unsigne
   }
   __syncthreads();
 
-  // The two warps with the other half of the pixels pass on their sums.
+  // The warps with the other half of the pixels pass on their sums.
   float* sums = reinterpret_cast<float*>(memory + product.layout.grad);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
   for (int i = 0; i < kTaps * kM * 4; ++i) {
-    if (warp >= 2) sums[(i * 2 + warp % 2) * kWarp + lane] = total[i / (4 * kM)][i / 4 % kM][i % 4];
+    if (warp >= kEights) sums[(i * kEights + warp % kEights) * kWarp + lane] = total[i / (4 * kM)][i / 4 % kM][i % 4];
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kTaps * kM * 4; ++i) {
-    if (warp < 2) sums[(i * 2 + warp) * kWarp + lane] += total[i / (4 * kM)][i / 4 % kM][i % 4];
+    if (warp < kEights) sums[(i * kEights + warp) * kWarp + lane] += total[i / (4 * kM)][i / 4 % kM][i % 4];
   }
   __syncthreads();
   const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, weights = filters * shape.in * kTaps;
@@ -307,7 +313,7 @@ __device__ void backward_weight(const Task<T>& task, const Block& block, unsigne
     const int out = i / (kIn * kTaps), rest = i % (kIn * kTaps), in = rest / kTaps, tap = rest % kTaps;
     if (out0 + out >= shape.out || in0 + in >= shape.in) continue;
     const int word = tap * kM * 4 + out / 16 * 4 + out % 16 / 8 * 2 + in % 2, from = out % 8 * 4 + in % 8 / 2;
-    own[static_cast<int64_t>(out) * shape.in * kTaps + rest] = sums[(word * 2 + in / 8) * kWarp + from];
+    own[static_cast<int64_t>(out) * shape.in * kTaps + rest] = sums[(word * kEights + in / 8) * kWarp + from];
   }
   __syncthreads();
   const bool with_bias = task.grad_bias && in0 == 0;
@@ -351,54 +357,92 @@ __device__ void backward_weight(const Task<T>& task, const Block& block, unsigne
   reduce_in_order<kShareGroup>(ticket, block.x, block.across, reduce);
 }
 
-// Calls run(taps, pixels, tiles of 16 outputs) for a convolution.
+// Calls run(taps, pixels, tiles of 16 outputs) for a convolution. Inlined, or its argument would be in local memory.
 #pragma nv_exec_check_disable  // run is host or device code, like the caller
-template <typename Run>
-__host__ __device__ auto by_form(const ConvShape& shape, Run run) {
+template <int kSides, typename Run>
+__attribute__((always_inline)) __host__ __device__ inline auto by_form(const ConvShape& shape, Run run) {
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;
   using Nine = std::integral_constant<int, 9>;
   using Usual = std::integral_constant<int, 64>;
   using Half = std::integral_constant<int, 32>;
-  const bool few = shape.out <= 16;
-  if (shape.kernel == 1) return few ? run(One{}, Usual{}, One{}) : run(One{}, Usual{}, Two{});
-  if (half_tiles(shape)) return few ? run(Nine{}, Half{}, One{}) : run(Nine{}, Half{}, Two{});
-  return few ? run(Nine{}, Usual{}, One{}) : run(Nine{}, Usual{}, Two{});
+  if constexpr (kSides == 1) {
+    if (shape.out <= 16) {
+      if (shape.kernel == 1) return run(One{}, Usual{}, One{});
+      return half_tiles(shape) ? run(Nine{}, Half{}, One{}) : run(Nine{}, Usual{}, One{});
+    }
+  }
+  if (shape.kernel == 1) return run(One{}, Usual{}, Two{});
+  return half_tiles(shape) ? run(Nine{}, Half{}, Two{}) : run(Nine{}, Usual{}, Two{});
 }
 
 // Bytes of shared memory; for by_form.
-template <typename T>
+template <typename T, int kSides>
 struct Bytes {
   const Problem<T>& p;
   template <typename Taps, typename Pixels, typename Tiles>
   __host__ __device__ int operator()(Taps, Pixels, Tiles) const {
-    using Own = WeightProduct<T, Taps::value, Pixels::value, Tiles::value>;
+    using Own = WeightProduct<T, Taps::value, Pixels::value, Tiles::value, kSides>;
     return typename Own::Layout(p.tiling, p.grad.y != nullptr).end;
   }
 };
 
+template <typename T, int kSides>
+__device__ void backward_weight_of(const Group<Task<T>>& group, unsigned char* memory) {
+  const Task<T>& task = own_task(group);
+  const Block block = block_of(task.share);
+  by_form<kSides>(task.p.shape, [&](auto taps, auto pixels, auto tiles) {
+    constexpr int kTaps = decltype(taps)::value, kPixels = decltype(pixels)::value;
+    backward_weight<T, kTaps, kPixels, decltype(tiles)::value, kSides>(task, block, memory);
+  });
+}
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) backward_weight_kernel(const __grid_constant__ Group<Task<T>> group) {
   FASTMOD_DYNAMIC_SHARED(memory);
-  const Task<T>& task = own_task(group);
-  const Block block = block_of(task.share);
-  by_form(task.p.shape, [&](auto taps, auto pixels, auto tiles) {
-    backward_weight<T, decltype(taps)::value, decltype(pixels)::value, decltype(tiles)::value>(task, block, memory);
-  });
+  backward_weight_of<T, 1>(group, memory);
+}
+template <typename T>
+__global__ void __launch_bounds__(2 * kThreads, 1)
+    wide_backward_weight_kernel(const __grid_constant__ Group<Task<T>> group) {
+  FASTMOD_DYNAMIC_SHARED(memory);
+  backward_weight_of<T, 2>(group, memory);
+}
+
+// Whether blocks of 32 input channels leave few of them empty; with one tap, products are the smaller part of the work.
+bool wide_inputs(const ConvShape& shape) {
+  const int rest = shape.in % 32;
+  return shape.out > 16 && shape.in > 16 && (rest == 0 || rest > 16 || shape.kernel == 1);
 }
 
 Tiling weight_tiling(const ConvShape& shape) {
   const bool half = half_tiles(shape);
   return tiling_of(shape, false, shape.out_high(), shape.out_wide(), half ? 5 : 6, half ? 162 : 112);
 }
-int weight_blocks(const ConvShape& shape) {
-  return (shape.out <= 16 ? 1 : (shape.out + 31) / 32) * ((shape.in + 15) / 16);
+int weight_blocks(const ConvShape& shape, int sides) {
+  const int each = 16 * sides;
+  return (shape.out <= 16 ? 1 : (shape.out + 31) / 32) * ((shape.in + each - 1) / each);
 }
 // Enough blocks to fill a GPU, each with several tiles per partial result.
-int64_t weight_shares(const ConvShape& shape) {
-  const int64_t tiles = weight_tiling(shape).tiles, blocks = static_cast<int64_t>(weight_blocks(shape)) * shape.experts;
-  const int64_t wanted = (256 + blocks - 1) / blocks, most = (tiles + 1) / 2;
+int64_t weight_shares(const ConvShape& shape, int sides) {
+  const int64_t tiles = weight_tiling(shape).tiles;
+  const int64_t blocks = static_cast<int64_t>(weight_blocks(shape, sides)) * shape.experts;
+  const int64_t wanted = (256 / sides + blocks - 1) / blocks, most = (tiles + 1) / 2;
   return wanted < most ? wanted : most;
+}
+
+template <typename T, int kSides>
+Grouped<Task<T>> grouped(const ConvBackwardWeight<T>* convs, int size, bool allow_tf32) {
+  Grouped<Task<T>> group;
+  for (int i = 0; i < size; ++i) {
+    const auto& [grad, input, grad_weight, grad_bias, scratch, tickets, shape] = convs[i];
+    const Tiling tiling = weight_tiling(shape);
+    const bool vector = rows_aligned(grad.grad, shape.out) && (!grad.y || rows_aligned(grad.y, shape.out));
+    const Problem<T> p{input, grad, nullptr, shape, shape.out_high(), shape.out_wide(), tiling, 0,
+                       rows_aligned(input.x, shape.in), vector, !allow_tf32};
+    group.add({p, grad_weight, grad_bias, scratch, tickets, {}}, weight_shares(shape, kSides),
+              weight_blocks(shape, kSides), shape.experts, by_form<kSides>(shape, Bytes<T, kSides>{p}));
+  }
+  return group;
 }
 
 }  // namespace
@@ -406,9 +450,10 @@ int64_t weight_shares(const ConvShape& shape) {
 template <typename T>
 Scratch norm_conv_backward_weight_scratch(ConvShape shape) {
   if (!on_tensor_cores<T>(shape)) return plain::backward_weight_scratch<T>(shape);
-  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out, shares = weight_shares(shape);
+  const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out;
+  const int64_t narrow = weight_shares(shape, 1), wide = weight_shares(shape, 2), shares = narrow < wide ? wide : narrow;
   return {shares * filters * (static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel + 1),
-          shape.experts * weight_blocks(shape) * reduce_tickets<kShareGroup>(shares)};
+          shape.experts * weight_blocks(shape, 1) * reduce_tickets<kShareGroup>(shares)};
 }
 
 template <typename T>
@@ -418,17 +463,15 @@ cudaError_t norm_conv_backward_weight(const ConvBackwardWeight<T>* convs, int co
       convs, count,
       [&](const ConvBackwardWeight<T>* own, int size) -> cudaError_t {
         if constexpr (sizeof(T) <= 4) {
-          Grouped<Task<T>> group;
-          for (int i = 0; i < size; ++i) {
-            const auto& [grad, input, grad_weight, grad_bias, scratch, tickets, shape] = own[i];
-            const Tiling tiling = weight_tiling(shape);
-            const bool vector = rows_aligned(grad.grad, shape.out) && (!grad.y || rows_aligned(grad.y, shape.out));
-            const Problem<T> p{input, grad, nullptr, shape, shape.out_high(), shape.out_wide(), tiling, 0,
-                               rows_aligned(input.x, shape.in), vector, !allow_tf32};
-            const int bytes = by_form(shape, Bytes<T>{p});
-            group.add({p, grad_weight, grad_bias, scratch, tickets, {}}, weight_shares(shape), weight_blocks(shape),
-                      shape.experts, bytes);
+          if (std::all_of(own, own + size, [](const auto& conv) { return wide_inputs(conv.shape); })) {
+            const auto group = grouped<T, 2>(own, size, allow_tf32);
+            if (group.bytes <= shared_limit() - kOwnShared) {
+              const auto kernel = wide_backward_weight_kernel<T>;
+              return FASTMOD_LAUNCH_LARGE(kernel, blocks_for(group.blocks, 1), 2 * kThreads,
+                                          static_cast<size_t>(group.bytes), stream, group.group);
+            }
           }
+          const auto group = grouped<T, 1>(own, size, allow_tf32);
           if (!group.fits()) return cudaErrorInvalidValue;
           const auto kernel = backward_weight_kernel<T>;
           return FASTMOD_LAUNCH_DYNAMIC(kernel, blocks_for(group.blocks, 1), kThreads,

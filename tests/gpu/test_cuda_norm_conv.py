@@ -34,6 +34,8 @@ SHAPES = [
     Conv((2, 1, 36, 20, 7, 9), kernel=1, bias=True, stats=False),
     Conv((2, 2, 20, 36, 8, 9), kernel=1, stride=2, affine="one"),
     Conv((1, 2, 20, 33, 11, 5), shared=True, stride=2, gate=True),
+    Conv((3, 1, 28, 40, 9, 5), stride=2, bias=True),
+    Conv((2, 1, 84, 20, 7, 9), kernel=1, bias=True),
 ]
 
 
