@@ -122,6 +122,7 @@ def on_triton(instead: Callable[[str, Any], Any]) -> Iterator[None]:
         for name, launcher in fastmod.kernels.LAUNCHERS.items():
             library.impl(name, launcher, "CPU")
         changed.enter_context(mock.patch.object(backend, "resolve", return_value="triton"))
+        changed.enter_context(mock.patch.object(backend, "triton_interprets", return_value=True))
         for stem, file in list(sys.modules.items()):
             if not stem.startswith("fastmod.kernels."):
                 continue
