@@ -80,6 +80,7 @@ def test_vmap_is_one_launch_in_triton(mode: str, tiled: bool, monkeypatch: pytes
             assert launched == [*names] * 4  # of all at once, then of each alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("mode", ["gumbel", "softmax"])
 def test_vmap_is_one_launch_in_cuda(mode: str, shared: bool) -> None:
