@@ -115,6 +115,7 @@ def test_no_triton(copy: Path) -> None:
     assert use(copy, program).split() == ["0", "native", "False"]
 
 
+@pytest.mark.slow
 def test_triton_needs_no_extension(copy: Path) -> None:
     """Its kernels serve schemas that exist without a compiler: here every op that has some, forward and backward,
     interpreted."""

@@ -36,6 +36,7 @@ def test_its_kernels_run(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.empty(3).isnan().all()
 
 
+@pytest.mark.slow
 def test_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with backends.chosen(backends.CUDA_HOST):
         pass
@@ -48,11 +49,13 @@ def test_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 def test_an_input_that_is_written_is_found() -> None:
     with pytest.raises(AssertionError, match="an input and was written"):
         backends.in_each_order("gated_residual_forward", lambda x, *_: x.add_(1), *torch.zeros(3, 2))
 
 
+@pytest.mark.slow
 def test_a_dependence_on_the_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setitem(backends.host_bindings(), "set_order", seen.append)

@@ -204,6 +204,7 @@ def test_batches(backend: backends.Backend, batch: int | None) -> None:
     assert check(net, drawn(net, batch), [0] * (2 + 9 * net.depth)) == one_call(net)
 
 
+@pytest.mark.slow  # as elsewhere: the first test of the harness has it built
 @pytest.mark.parametrize("backend", [pytest.param(backends.CUDA_HOST, id="cuda_host")], indirect=True)
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize(

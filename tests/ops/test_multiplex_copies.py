@@ -148,6 +148,7 @@ def test_triton_leaves_no_ticket_behind(copies: int | None) -> None:
     assert not any(tickets.any() for tickets in _common._tickets.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("mode", ["gumbel", "softmax"])
 def test_vmap_is_one_launch_in_cuda(mode: str, shared: bool) -> None:
