@@ -6,8 +6,8 @@
 namespace fastmod::cuda {
 
 // A block has kSides * kWarps warps. Each side computes 8 kN columns for all pixels, which are loaded into shared
-// memory once for both sides. If there are four classes of pixels, each warp of a side has one; all classes read the same
-// pixels of the gradient, which are loaded and packed once for them.
+// memory once for both sides. If there are four classes of pixels, each warp of a side has one; all classes read the
+// same pixels of the gradient, which are loaded and packed once for them.
 template <typename T, int kM, int kN, bool kBackward, int kSides, int kClasses = 1>
 struct Product {
   static_assert(kClasses == 1 || (kBackward && kClasses == kWarps));
@@ -161,8 +161,8 @@ struct Product {
     }
   }
 
-  // Packs filters: units [tap][step][column][4], in the order in which they meet pixels. Of four classes, the taps of the
-  // first come first: one, two, two and four.
+  // Packs filters: units [tap][step][column][4], in the order in which they meet pixels. Of four classes, the taps of
+  // the first come first: one, two, two and four.
   __device__ void pack_weights() const {
     constexpr int kGroups = kThreads / (4 * kColumns);
     const int t = threadIdx.x % 4, column = threadIdx.x / 4 % kColumns, taps = p.shape.kernel * p.shape.kernel;

@@ -61,10 +61,9 @@ __host__ __device__ inline Window window_of(int kernel, int stride, bool backwar
 // A tile: 2^log_b images, 2^log_h rows, 2^log_w columns of results, which read rows x columns pixels of each image. For
 // the gradient with stride 2, as many results of each of four classes: pairs of parities.
 struct Tiling {
-  int log_b, log_h, log_w, rows, columns, across, down, classes;
+  int log_b, log_h, log_w, rows, columns, across, down;
   int64_t tiles;
   __host__ __device__ int read() const { return (rows * columns) << log_b; }
-  __host__ __device__ int log_pixels() const { return log_b + log_h + log_w; }
   __host__ __device__ int per_image() const { return across * down; }
 };
 
@@ -76,10 +75,8 @@ inline int log_at_least(int value, int most) {
 
 // high, wide: of the results, or of the even results if there are four classes.
 inline Tiling tiling_of(const ConvShape& shape, bool backward, int high, int wide, int log_pixels, int most_read) {
-  const int classes = backward && shape.stride == 2 ? 4 : 1;
   const Window window = window_of(shape.kernel, shape.stride, backward);
   Tiling t{};
-  t.classes = classes;
   t.log_w = log_at_least(wide, (log_pixels + 1) / 2);  // square, which has the least border
   t.log_h = log_at_least(high, log_pixels - t.log_w);
   for (;;) {

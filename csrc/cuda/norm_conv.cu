@@ -8,8 +8,8 @@
 // in the layout of the tensor cores, fp32 as two tf32 numbers each. The taps of the filter then differ only in where
 // they start to read.
 //
-// With stride 2, pixels of the gradient of the input fall into four classes, by the parities of row and column, each with
-// taps of its own: one, two, two and four. Each warp has a class, and all read one tile of the gradient.
+// With stride 2, pixels of the gradient of the input fall into four classes, by the parities of row and column, each
+// with taps of its own: one, two, two and four. Each warp has a class, and all read one tile of the gradient.
 //
 // If there are more channels and still enough blocks, a block has twice the warps and 64 result channels: pixels are
 // then read and packed only once for them.
@@ -30,15 +30,13 @@ __host__ __device__ inline bool narrow_columns(const ConvShape& shape, bool back
   return backward ? shape.shared || shape.in <= 16 : shape.out <= 16;
 }
 
-// Whether blocks of 64 columns leave few of them empty. If experts share x, the sums over them are in shared memory; and
-// classes of pixels would take registers that the others do not need.
+// Whether blocks of 64 columns leave few of them empty. If experts share x, the sums over them are in shared memory;
+// and classes of pixels would take registers that the others do not need.
 bool wide_columns(const ConvShape& shape, bool backward) {
   const int columns = backward ? shape.in : shape.out, rest = columns % 64;
   return columns > 32 && (rest == 0 || rest > 32) && !(backward && (shape.shared || shape.stride == 2));
 }
-template <typename T>
-constexpr int kBlocks = sizeof(T) == 4 ? 2 : 3;  // of a multiprocessor: a few registers more would cost the third
-constexpr int kOwnShared = 4096;                 // what kernels declare statically
+constexpr int kOwnShared = 4096;       // what kernels declare statically
 constexpr int64_t kEnoughBlocks = 96;  // for a GPU; fewer blocks of twice the size would leave more of it idle
 
 template <typename Own, typename T>
@@ -374,8 +372,7 @@ __device__ void backward_x_of(const Group<BackwardTask<T>>& group, unsigned char
   });
 }
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>)
-    backward_x_kernel(const __grid_constant__ Group<BackwardTask<T>> group) {
+__global__ void __launch_bounds__(kThreads, 2) backward_x_kernel(const __grid_constant__ Group<BackwardTask<T>> group) {
   FASTMOD_DYNAMIC_SHARED(memory);
   FASTMOD_SHARED(float, sums, kThreads);
   backward_x_of<T, 1>(group, memory, sums);

@@ -10,16 +10,16 @@ namespace {
 constexpr int kShareGroup = 8;    // small, as partial weights are large
 constexpr int kOwnShared = 1024;  // more than kernels declare statically
 
-// A block takes kOut output and kIn input channels and every gridDim.x-th tile of pixels. It has twice as many warps for
-// 32 input channels as for 16, so that gradients, of which y makes two tensors, are read and packed once for 32. Each warp
-// has eight input channels; two such rows of warps share the pixels of a tile.
+// A block takes kOut output and kIn input channels and every gridDim.x-th tile of pixels. It has twice as many warps
+// for 32 input channels as for 16, so that gradients, of which y makes two tensors, are read and packed once for 32.
+// Each warp has eight input channels; two such rows of warps share the pixels of a tile.
 template <typename T, int kTaps, int kPixels, int kM, int kSides>
 struct WeightProduct {
   using Unit = typename Operand<T>::Unit;
   static constexpr int kChannels = Operand<T>::kChannels, kOut = 16 * kM, kIn = 16 * kSides, kEights = kIn / 8;
   static constexpr int kThreads = cuda::kThreads * kSides;
   static constexpr bool kWide = sizeof(T) == 4;
-  static constexpr int kDepth = kWide ? 8 : 16;                   // pixels per instruction
+  static constexpr int kDepth = kWide ? 8 : 16;                     // pixels per instruction
   static constexpr int kOwn = kPixels / 2, kSteps = kOwn / kDepth;  // per warp
   // Steps whose gradients stay in registers for all taps; sums for 9 taps x 32 outputs in fp32 leave room for only one.
   static constexpr int kGroup = kSteps < 2 || (kWide && kTaps * kM > 9) ? 1 : 2;
@@ -451,7 +451,7 @@ template <typename T>
 Scratch norm_conv_backward_weight_scratch(ConvShape shape) {
   if (!on_tensor_cores<T>(shape)) return plain::backward_weight_scratch<T>(shape);
   const int64_t filters = static_cast<int64_t>(shape.experts) * shape.out;
-  const int64_t narrow = weight_shares(shape, 1), wide = weight_shares(shape, 2), shares = narrow < wide ? wide : narrow;
+  const int64_t shares = std::max(weight_shares(shape, 1), weight_shares(shape, 2));
   return {shares * filters * (static_cast<int64_t>(shape.in) * shape.kernel * shape.kernel + 1),
           shape.experts * weight_blocks(shape, 1) * reduce_tickets<kShareGroup>(shares)};
 }
