@@ -220,7 +220,7 @@ def _images(vm: Any, pointers: Any, case: Case, tensors: Sequence[torch.Tensor])
     small = {size * tensors[1].itemsize}
     vector = 4 * max(math.prod(case.shape.shapes[2]), math.prod(case.shape.shapes[1][:2]))
     read, written = (np.concatenate(vm.moved[write], axis=1).astype(np.int64) for write in (False, True))
-    starts = np.unique(pointers)
+    starts = np.unique([*pointers, *(each.data_ptr() for each in tensors)])  # neighbours in memory are not one buffer
     owner = np.searchsorted(starts, read[0], side="right")
     also_written = np.unique(np.searchsorted(starts, written[0], side="right"))
     asked = holds = 0
