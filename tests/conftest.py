@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +28,17 @@ settings.load_profile("fastmod")
 # A shell starts what runs in its background with Ctrl-C ignored, and so would every process that the tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def read_only() -> Iterator[Path]:
+    """A folder that everybody reaches, unlike those of pytest, and nobody may write to."""
+    folder = Path(tempfile.mkdtemp(prefix="fastmod-shared-"))
+    folder.chmod(0o555)
+    yield folder
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)

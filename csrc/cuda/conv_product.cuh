@@ -277,8 +277,8 @@ struct Product {
     }
   }
 
-  // Computes the whole product into results(), [pixel][column], a class after the
-  // other. All threads may read it on return.
+  // Computes the whole product into results(), [pixel][column], one class after the other. All threads may read it on
+  // return.
   __device__ void run() const {
     float total[kM][kN][4] = {}, low[kM][kN][4] = {};
     __syncthreads();  // the table is complete; results of the previous expert have been read

@@ -17,7 +17,7 @@ from fastmod.ops import _autograd, _checks, _images
 from fastmod.ops._norm_convs import Norm
 from fastmod.ops.batch_affine import reference as affine_reference
 
-#: The weights of a layer have to fit into the shared memory of a block.
+#: The weights of a layer have to fit into the shared memory of a block; in Triton too one program does both layers.
 MOST_BYTES = 60 * 1024
 
 
@@ -27,10 +27,10 @@ def served(x: Tensor, squeezed: int) -> bool:
 
 
 def _server(x: Tensor, squeezed: int) -> str | None:
-    chosen = backend.on_gpu("squeeze_excite_forward", "norm_conv", x)
     numbers = max(x.shape[2] * (squeezed | 1), squeezed * (x.shape[2] | 1))
-    wide = 8 if x.dtype == torch.float64 else 4
-    return None if chosen == "native" and numbers * wide > MOST_BYTES else chosen
+    if numbers * (8 if x.dtype == torch.float64 else 4) > MOST_BYTES:
+        return None
+    return backend.on_gpu("squeeze_excite_forward", "norm_conv", x)
 
 
 def squeeze_excite(

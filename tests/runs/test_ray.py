@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from fastmod.runs import engine, on_ray, report
 from fastmod.runs.config import StudyError, changed
@@ -20,7 +21,6 @@ from fastmod.runs.signals import Stop, stop_on_signals
 from fastmod.studies import registry
 from tests.helpers.study_runs import outcome
 
-ray = pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a local cluster of several nodes"),

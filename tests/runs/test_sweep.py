@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow import parquet
 
 from fastmod.runs import command, tables
 from fastmod.runs import sweep as sweeps
@@ -219,7 +220,6 @@ def test_tables(done: tuple[Path, str]) -> None:
 
 def test_parquet_is_the_csv(done: tuple[Path, str]) -> None:
     folder, out = done
-    parquet = pytest.importorskip("pyarrow.parquet")
     assert "no parquet" not in out
     for stem in ("trials", "cells"):
         as_text = [
@@ -231,7 +231,6 @@ def test_parquet_is_the_csv(done: tuple[Path, str]) -> None:
 
 def test_words_among_numbers_in_parquet(tmp_path: Path) -> None:
     """As of a sweep over beta=auto,1e-4."""
-    parquet = pytest.importorskip("pyarrow.parquet")
     lines = [{"beta": "auto", "x": 1}, {"beta": 1e-4, "x": 2.5}, {"beta": None, "x": None}]
     tables.write_parquet(tmp_path / "x.parquet", lines)
     found = parquet.read_table(tmp_path / "x.parquet").to_pylist()
